@@ -1,0 +1,1 @@
+"""Lossless draft-tree decoding for Hugging Face causal language models."""
