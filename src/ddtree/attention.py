@@ -1,0 +1,162 @@
+"""One attention function for every target, registered with transformers as the implementation "ddtree".
+
+transformers forwards unknown keyword arguments of a model call to its attention function, and lets a 4-D mask
+through untouched. A round's visibility therefore travels as one object (`Visibility`), built once per forward and
+shared by all layers; each layer asks it for the additive bias of its own sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from ddtree.errors import UnsupportedModelError
+
+NAME = "ddtree"
+KWARG = "ddtree_visibility"
+_FOLD_ROWS = 1024
+
+
+class Visibility:
+    """Which key each query sees in one forward, for R rows, n queries and L key columns.
+
+    Args:
+        visible: bool [R, n, L], or None when every query sees every key.
+        query_positions: int64 [R, n], absolute positions of the queries.
+        key_positions: int64 [R, L], absolute positions of the keys; only read by sliding-window layers.
+        dtype: dtype of the additive bias (the model's).
+        causal: the queries are all the keys there are, in order (a prompt's first chunk), so that kernels with
+            a causal mode of their own need no bias at all.
+    """
+
+    def __init__(
+        self,
+        visible: Tensor | None,
+        query_positions: Tensor,
+        key_positions: Tensor,
+        dtype: torch.dtype,
+        causal: bool = False,
+    ) -> None:
+        self._visible = visible
+        self._query_positions = query_positions
+        self._key_positions = key_positions
+        self._dtype = dtype
+        self._causal = causal
+        self._biases: dict[tuple[int | None, int], Tensor | None] = {}
+
+    def is_causal(self, window: int | None) -> bool:
+        """Plain causal attention is exactly what this forward needs."""
+        return self._causal and (window is None or window >= self._key_positions.shape[1])
+
+    def bias(self, window: int | None, fold: int = 1) -> Tensor | None:
+        """Additive bias [R, 1, fold * n, L]: 0 where visible, -inf elsewhere; None when nothing is hidden.
+
+        `fold` repeats the queries that many times, query-head-major, for grouped heads folded into rows.
+        """
+        if (window, fold) not in self._biases:
+            self._biases[window, fold] = self._make(window, fold)
+        return self._biases[window, fold]
+
+    def _make(self, window: int | None, fold: int) -> Tensor | None:
+        if fold > 1:
+            single = self.bias(window)
+            return None if single is None else single.repeat(1, 1, fold, 1)
+        visible = self._visible
+        if window is not None and window < self._key_positions.shape[1]:
+            near = self._query_positions[:, :, None] - self._key_positions[:, None, :] < window
+            visible = near if visible is None else visible & near
+        if visible is None:
+            return None
+        bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
+        return bias.masked_fill_(~visible, float("-inf"))[:, None]
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of queries [R, Hq, n, D] over keys [R, Hkv, L, D]; returns [R, n, Hq, Dv].
+
+    Soft-capping (Gemma 2) and attention sinks (gpt-oss) are computed from the scores; the rest goes through
+    PyTorch's fused kernel. Query heads that share a key head are folded into rows: with a mask, PyTorch's own
+    grouped mode is several times slower on CPU.
+    """
+    visibility: Visibility | None = kwargs.get(KWARG)
+    if visibility is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not forward keyword arguments to its attention function, so no draft "
+            'tree can be verified; use drafter="none" for plain decoding'
+        )
+    rows, heads, n, _ = query.shape
+    groups = heads // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is not None or s_aux is not None:
+        key, value = _repeat(key, groups), _repeat(value, groups)
+        bias = visibility.bias(sliding_window)
+        return _scored(query, key, value, bias, scale, softcap, s_aux).transpose(1, 2), None
+    if visibility.is_causal(sliding_window) or n * groups > _FOLD_ROWS:
+        causal = visibility.is_causal(sliding_window)
+        bias = None if causal else visibility.bias(sliding_window)
+        key, value = _repeat(key, groups), _repeat(value, groups)
+        out = scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=causal, scale=scale)
+        return out.transpose(1, 2), None
+    folded = query.reshape(rows, key.shape[1], groups * n, query.shape[-1])
+    bias = visibility.bias(sliding_window, groups)
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
+    return out.reshape(rows, heads, n, value.shape[-1]).transpose(1, 2), None
+
+
+def _repeat(x: Tensor, groups: int) -> Tensor:
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def _scored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    scores = (query @ key.transpose(2, 3) * scale).float()
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    if sinks is not None:
+        sink = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return weights.to(value.dtype) @ value
+
+
+AttentionInterface.register(NAME, attention)
+
+
+@contextmanager
+def using(configs: list[Any]) -> Iterator[None]:
+    """Run models of these configs with our attention inside the block, and with their own again afterwards."""
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name

@@ -1,0 +1,54 @@
+"""The drafter protocol: whatever proposes. A drafter never decides; nothing it does can change the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from ddtree.sampling import Noise
+from ddtree.stats import Clock
+from ddtree.tree import DraftTree
+
+
+@dataclass
+class DraftRow:
+    """What a drafter may see of one row of the batch.
+
+    Attributes:
+        tokens: prompt and output; the last is the bonus token, at absolute position len(tokens) - 1.
+        budget: most nodes besides the root.
+        depth: most depth this round; 0 leaves the root alone.
+        chain: a single path (width 1) is wanted.
+        noise: the row's Gumbel noise when it samples, for coupled drafting; a node of depth d stands at
+            position len(tokens) - 1 + d. None for greedy rows.
+        temperature: the row's sampling temperature; 0 for greedy rows.
+    """
+
+    tokens: list[int]
+    budget: int
+    depth: int
+    chain: bool = False
+    noise: Noise | None = field(default=None, repr=False)
+    temperature: float = 0.0
+
+
+class Drafter(Protocol):
+    """Rows follow the target's cache: packed, and the last row takes the place of a dropped one."""
+
+    name: str
+    feature_layers: tuple[int, ...]
+    max_depth: int
+
+    def add_row(self) -> None:
+        """Open an empty row at the end."""
+
+    def drop_row(self, row: int) -> None:
+        """Forget a row wholly; the last row takes its index."""
+
+    def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
+        """Tokens newly committed to the target's cache, with their features [len(tokens), F * H]."""
+
+    def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        """Propose a tree for each row, 0..R-1. Has no effect on later drafts: only `observe` moves a row on."""

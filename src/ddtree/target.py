@@ -1,0 +1,273 @@
+"""The target: any Hugging Face causal LM whose output must not change.
+
+`Target` runs the model over prompts and draft trees with our own cache and attention. It knows trees only as tokens,
+depths and visibility, and drafters only by the layers whose outputs they ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddtree import attention
+from ddtree.cache import KVCache
+from ddtree.compat import cache_argument
+from ddtree.errors import ConfigError, UnsupportedModelError
+from ddtree.tree import DraftTree, ancestor_mask
+
+TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+# Families whose trees are checked against plain decoding by the test suite; others are probed when loaded.
+TESTED = frozenset(
+    "llama mistral qwen2 qwen3 qwen3_moe gemma2 gemma3 gemma3_text phi3 olmo olmo2 gpt_oss".split()
+)
+_SLACK_NODES = 1025
+
+
+@dataclass
+class Forward:
+    """What one pass over R rows and n tokens gives.
+
+    Attributes:
+        logits: [R, k, V], of the last token only (k = 1) or of all (k = n); None when none were asked for.
+        features: [R, n, F * H], the outputs of the F feature layers side by side; None without feature layers.
+    """
+
+    logits: Tensor | None
+    features: Tensor | None
+
+
+def why_no_tree(model: nn.Module) -> str | None:
+    """Why draft trees cannot be verified on `model`, naming the layer type; None when they can."""
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return f"{name} shares key/value caches between layers"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds - TREE_LAYERS:
+        return f"{name} has {', '.join(sorted(kinds - TREE_LAYERS))} layers, whose state cannot be cut back"
+    if getattr(model, "_is_stateful", False):
+        return f"{name} keeps a recurrent state, which cannot be cut back"
+    if getattr(config, "use_bidirectional_attention", None):
+        return f"{name} attends bidirectionally"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} does not use transformers' attention interface, so it cannot take a tree mask"
+    return None
+
+
+class Target:
+    """A causal LM with the operations that decoding needs.
+
+    Args:
+        model: a loaded `PreTrainedModel` with a language-model head.
+        tokenizer: its tokenizer, or None when only token ids are used.
+        feature_layers: decoder layers (0-based) whose *outputs* `Forward.features` shall hold, in this order.
+        max_context: most tokens of a sequence; the model's own limit by default.
+
+    Raises:
+        UnsupportedModelError: draft trees cannot be verified on this model; `AutoregressiveTarget` still runs it.
+        ConfigError: a feature layer or `max_context` is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        feature_layers: tuple[int, ...] = (),
+        max_context: int | None = None,
+    ) -> None:
+        reason = why_no_tree(model)
+        if reason:
+            raise UnsupportedModelError(
+                f'{reason}: draft trees cannot be verified on it; use drafter="none" for autoregressive decoding'
+            )
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self._decoder = model.get_decoder()
+        self._layers = self._decoder.layers
+        self.num_layers = len(self._layers)
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.embed: nn.Module = model.get_input_embeddings()
+        self.head: nn.Module = model.get_output_embeddings()
+        self.device: torch.device = self.embed.weight.device
+        self.dtype: torch.dtype = self.embed.weight.dtype
+        self.max_context = context_limit(self.config, max_context)
+        self.eos_ids = eos_ids(model, tokenizer)
+        self._windowed = bool(getattr(self.config, "sliding_window", None))
+        self._cache_name = cache_argument(model)
+        self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        self._captured: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        self.feature_layers: tuple[int, ...] = ()
+        self.use_features(feature_layers)
+        if self.config.model_type not in TESTED:
+            self._probe()
+
+    def use_features(self, layers: tuple[int, ...]) -> None:
+        """Gather the outputs of these decoder layers from now on (replacing those gathered before)."""
+        for layer in layers:
+            if not 0 <= layer < self.num_layers:
+                raise ConfigError(f"feature layer {layer} is outside the target's layers 0..{self.num_layers - 1}")
+        for hook in self._hooks:
+            hook.remove()
+        self.feature_layers = tuple(layers)
+        self._hooks = [self._layers[i].register_forward_hook(self._capture(i)) for i in sorted(set(layers))]
+
+    def close(self) -> None:
+        """Take our hooks off the model again."""
+        self.use_features(())
+
+    def new_cache(self) -> KVCache:
+        return KVCache(self.max_context + _SLACK_NODES)
+
+    def prefill(self, cache: KVCache, row: int, tokens: list[int], chunk: int = 512) -> Iterator[tuple[list[int], Forward]]:
+        """Process a prompt in chunks and commit it; yields each chunk's tokens with its `Forward`.
+
+        Only the last chunk's `Forward` has logits: those of the prompt's last token, [1, 1, V].
+        """
+        for at in range(0, len(tokens), chunk):
+            part = tokens[at : at + chunk]
+            ids = torch.tensor([part], device=self.device)
+            depths = torch.arange(len(part), device=self.device)[None]
+            forward = self.extend(cache, ids, depths, None, rows=(row, row + 1), keep=1)
+            cache.commit([list(range(len(part)))])
+            if at + chunk < len(tokens):
+                forward.logits = None
+            yield part, forward
+
+    def verify(self, cache: KVCache, tree: DraftTree) -> Forward:
+        """One pass over all nodes of a batch of trees, rows 0..R-1 of the cache; logits [R, N, V]."""
+        visible = None if tree.tokens.shape[1] == 1 else ancestor_mask(tree)
+        return self.extend(cache, tree.tokens, tree.depths, visible)
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        cache: KVCache,
+        tokens: Tensor,
+        depths: Tensor,
+        visible: Tensor | None,
+        rows: tuple[int, int] | None = None,
+        keep: int = 0,
+    ) -> Forward:
+        """Append uncommitted tokens to each row and run them.
+
+        Args:
+            tokens: int64 [R, n].
+            depths: int64 [R, n], position of each token after the row's committed length.
+            visible: bool [R, n, pending + n], which uncommitted columns each token sees (all committed ones are
+                visible); None for a chain, each token seeing those before it.
+            rows: first and last + 1 row of the cache; all rows by default.
+            keep: logits of the last `keep` tokens only; 0 for all.
+        """
+        start, stop = rows or (0, cache.rows)
+        n = tokens.shape[1]
+        before = cache.pending
+        width = cache.open(start, stop, n)
+        lengths = cache.lengths[start:stop]
+        seen = self._visibility(lengths, before, n, width, depths, visible)
+        arguments = {
+            "input_ids": tokens,
+            "position_ids": self._positions(lengths, depths),
+            # Any 4-D mask keeps transformers from building its own; what counts is the visibility beside it.
+            "attention_mask": torch.empty((1, 1, 1, 1), dtype=self.dtype, device=self.device),
+            "use_cache": True,
+            "logits_to_keep": keep,
+            self._cache_name: cache,
+            attention.KWARG: seen,
+        }
+        with attention.using(self._configs):
+            logits = self.model(**arguments).logits
+        cache.advance()
+        features = None
+        if self.feature_layers:
+            features = torch.cat([self._captured[layer] for layer in self.feature_layers], dim=-1)
+            self._captured.clear()
+        return Forward(logits, features)
+
+    def _positions(self, lengths: list[int], depths: Tensor) -> Tensor:
+        return depths + torch.tensor(lengths, device=self.device)[:, None]
+
+    def _visibility(
+        self, lengths: list[int], before: int, n: int, width: int, depths: Tensor, visible: Tensor | None
+    ) -> attention.Visibility:
+        rows = len(lengths)
+        positions = self._positions(lengths, depths)
+        columns = torch.arange(width, device=self.device).expand(rows, width)
+        if visible is None and max(lengths) == 0 and before == 0:
+            causal = columns[:, None, :] <= columns[:, :, None]
+            return attention.Visibility(causal, positions, columns, self.dtype, causal=True)
+        if n == 1 and rows == 1 and before == 0:
+            return attention.Visibility(None, positions, columns, self.dtype)
+        if visible is None:
+            chain = torch.arange(before + n, device=self.device)
+            visible = (chain <= chain[before:, None]).expand(rows, n, before + n)
+        seen = torch.zeros((rows, n, width), dtype=torch.bool, device=self.device)
+        key_positions = columns.clone() if self._windowed else columns
+        for row, length in enumerate(lengths):
+            seen[row, :, :length] = True
+            seen[row, :, length : length + before + n] = visible[row]
+            if self._windowed:
+                key_positions[row, length + before : length + before + n] = positions[row]
+        return attention.Visibility(seen, positions, key_positions, self.dtype)
+
+    def _capture(self, layer: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._captured[layer] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    def _probe(self) -> None:
+        """Compare a small tree's logits with plain forwards of its paths, for families not in the test suite."""
+        ids = [t % self.vocab_size for t in (11, 7, 5, 3, 2, 13)]
+        cache = self.new_cache()
+        cache.add_row()
+        for _ in self.prefill(cache, 0, ids[:3]):
+            pass
+        device = self.device
+        tree = DraftTree(
+            torch.tensor([ids[3:] + [17 % self.vocab_size]], device=device),
+            torch.tensor([[0, 0, 0, 2]], device=device),
+            torch.tensor([[0, 1, 1, 2]], device=device),
+            torch.zeros((1, 4), device=device),
+            [4],
+        )
+        ours = self.verify(cache, tree).logits
+        path = torch.tensor([[*ids[:4], ids[5], 17 % self.vocab_size]], device=device)
+        with torch.inference_mode():
+            plain = self.model(input_ids=path, use_cache=False).logits[0, -3:].float()
+        assert ours is not None
+        gap = (ours[0, [0, 2, 3]].float() - plain).abs().max()
+        spread = plain.std()
+        if not gap <= spread * (1e-3 if self.dtype == torch.float32 else 0.2):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} gives other logits for a draft tree than for plain text (difference "
+                f'{gap:.3g}); use drafter="none" for autoregressive decoding'
+            )
+
+
+def context_limit(config: Any, wanted: int | None) -> int:
+    """Most tokens of a sequence: the model's own limit, or a smaller one asked for."""
+    own = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+    if wanted is None:
+        return own
+    if not 2 <= wanted <= own:
+        raise ConfigError(f"max_context={wanted} is outside 2..{own}, the model's own limit")
+    return wanted
+
+
+def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end a text: the generation config's, and the tokenizer's own."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found |= {value} if isinstance(value, int) else set(value)
+    return frozenset(found)
