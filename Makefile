@@ -1,0 +1,81 @@
+# Everything runs in a virtual environment of its own; only Python 3.11 or newer with pip, and make, must be there.
+#
+#   make demo    see the same text come out faster       make test    the whole test suite
+#   make check   lint, types and tests                   make clean   remove what this file made
+#
+# To override: make demo PYTHON=python3.12          (after make clean, where an environment exists)
+#              make demo TORCH=torch==2.14.1
+#              make demo TORCH_INDEX=https://download.pytorch.org/whl/cu130
+#              make test WORKERS=8 PYTEST_ARGS="-k sampling"
+
+PYTHON ?= $(shell for python in python3 python3.12 python3.11 python; do \
+  $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+  && echo $$python && break; done)
+VENV ?= .venv
+# A release that has a CPU build, tried first, keeps the install small where there is no GPU.
+TORCH ?= torch==2.13.0
+# Where that build is looked for besides PyPI; `none` turns it off, unset lets tools/torch_index.py decide.
+TORCH_INDEX ?=
+OLDEST = transformers==5.17.0
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN = $(VENV)/bin
+TORCH_STAMP = $(VENV)/$(subst /,-,$(subst =,-,$(TORCH))).stamp
+PIP = $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Two workers of one thread each beat one of two: the models of the tests are tiny.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+.PHONY: demo test test-oldest lint format types check clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/ddtree demo
+
+test: $(VENV)/dev.stamp
+	$(PYTEST)
+
+# The other end of the supported range: the tests that touch transformers, against its oldest release.
+test-oldest: $(VENV)/oldest.stamp
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(wildcard tests/test_compat*.py tests/test_target*.py)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/dev.stamp
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+$(TORCH_STAMP):
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv and pip was found: install one, or name it with make PYTHON=..." >&2; exit 1; }
+	@echo "==> making $(VENV) with $$($(PYTHON) --version) and $(TORCH), once"
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install "$(TORCH)" $$($(BIN)/python tools/torch_index.py "$(TORCH_INDEX)")
+	@touch "$@"
+
+$(VENV)/demo.stamp: $(TORCH_STAMP) pyproject.toml
+	@echo "==> installing ddtree, once"
+	$(PIP) install -e '.[gguf]'
+	@touch "$@"
+
+$(VENV)/dev.stamp: $(TORCH_STAMP) pyproject.toml
+	@echo "==> installing ddtree and the test tools, once"
+	$(PIP) install -e '.[dev]'
+	@touch "$@"
+
+# Laid over the environment, so that torch and the test tools are installed once.
+$(VENV)/oldest.stamp: $(VENV)/dev.stamp
+	@echo "==> installing $(OLDEST), once"
+	rm -rf $(VENV)/oldest
+	$(PIP) install --target $(VENV)/oldest "$(OLDEST)"
+	@touch "$@"
