@@ -1,0 +1,145 @@
+"""The target's choice at a position: a pure function of (logits, prefix, parameters, seed, position)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError, UnsupportedModelError
+from .filters import best_ids, support
+from .noise import MAX_SEED, Noise, couple
+from .params import GREEDY_BELOW, Processor, SamplingParams, check_vocabulary
+from .processors import Processors
+
+__all__ = [
+    "GREEDY_BELOW",
+    "MAX_SEED",
+    "Noise",
+    "Processor",
+    "Sampler",
+    "SamplingParams",
+    "TokenLogprobs",
+    "couple",
+]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of the target at one position, before any processing.
+
+    Fields:
+        token: the chosen id.
+        logprob: its log-probability, natural logarithm.
+        top: the n most likely (id, log-probability), by (log-probability descending, id ascending).
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampler:
+    """Chooses the tokens of one sequence.
+
+    Args:
+        params: the request; a missing seed is drawn (`self.params.seed` tells which).
+        vocab_size: V, the width of the target's logits.
+        eos_ids: the model's end-of-sequence ids.
+        prompt_length: tokens of the prompt; the rest of a prefix is output.
+        device: where the logits are.
+
+    Raises:
+        ConfigError: the parameters name a token that the model does not have.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        *,
+        prompt_length: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_vocabulary(params, vocab_size)
+        params = params.with_seed()
+        assert params.seed is not None
+        self.params = params
+        self.noise = Noise(params.seed, vocab_size, device)
+        own = frozenset() if params.ignore_eos else frozenset(eos_ids)
+        self.stop_ids: frozenset[int] = own | frozenset(params.stop_token_ids)
+        """Ids that end the sequence."""
+        self._processors: Processors | None = None
+        if params.processed:
+            self._processors = Processors(
+                params, prompt_length, vocab_size, self.stop_ids, torch.device(device)
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether choices are made without noise."""
+        return self.params.greedy
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether `choose` is the argmax of the raw logits, so that many nodes may be chosen for at once."""
+        return self.params.greedy and self._processors is None
+
+    def choose(self, logits: Tensor, prefix: list[int], committed: int = 0) -> int:
+        """The token at position len(prefix).
+
+        Args:
+            logits: the target's raw logits [V], any floating dtype.
+            prefix: prompt and all tokens before the chosen one. Any prefix may follow any other.
+            committed: how many leading tokens of `prefix` no later call will change; saves comparing them.
+
+        Returns:
+            The id; of equal scores the lowest.
+
+        Raises:
+            ConfigError: no token is left, or a custom processor misbehaves.
+            UnsupportedModelError: the logits contain NaN or +inf.
+        """
+        params = self.params
+        scores = logits if self._processors is None else self._processors(logits, prefix, committed)
+        if params.greedy:
+            token = int(scores.argmax())
+            self._check(float(scores[token]), logits, prefix)
+            return token
+        scores = scores.float()
+        if params.temperature != 1.0:
+            scores = scores / params.temperature
+        filtered = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
+        if filtered:
+            self._check(float(scores.amax()), logits, prefix)
+            kept = support(scores, params.top_k, params.top_p, params.min_p)
+            if kept is not None:
+                return int(kept[(scores[kept] + self.noise.gumbel(len(prefix), kept)).argmax()])
+        noisy = scores + self.noise.gumbel(len(prefix))
+        token = int(noisy.argmax())
+        self._check(float(noisy[token]), logits, prefix)
+        return token
+
+    def logprobs(self, logits: Tensor, token: int) -> TokenLogprobs:
+        """Log-probabilities of raw logits [V]: of `token` and of the `params.logprobs` most likely ids."""
+        values = torch.log_softmax(logits.float(), dim=-1)
+        top: tuple[tuple[int, float], ...] = ()
+        if self.params.logprobs:
+            ids = best_ids(values, self.params.logprobs)
+            top = tuple(zip(ids.tolist(), values[ids].tolist(), strict=True))
+        return TokenLogprobs(token, float(values[token]), top)
+
+    def _check(self, best: float, logits: Tensor, prefix: list[int]) -> None:
+        if abs(best) < float("inf"):
+            return
+        raw = float(logits.float().amax())
+        if abs(raw) < float("inf"):
+            raise ConfigError(
+                f"no token is left at position {len(prefix)}; relax bad_words, min_tokens or processors"
+            )
+        raise UnsupportedModelError(
+            f"the target's logits at position {len(prefix)} are NaN or infinite; use dtype bfloat16 or float32"
+        )
