@@ -1,8 +1,8 @@
 """Print the pip option that finds the CPU build of torch, where that is the build to want.
 
-On Linux, PyPI's torch is the CUDA build of several gigabytes. The CPU build lies on PyTorch's own index, which
-is added where no NVIDIA GPU is present and the index answers. An argument names an index to add instead, and
-`none` adds none.
+On Linux, PyPI's torch is the CUDA build of several gigabytes. The CPU build lies on PyTorch's own index,
+which is added where no NVIDIA GPU is present and that index answers. An argument names another index to add,
+and `none` adds none.
 """
 
 import shutil
