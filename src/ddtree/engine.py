@@ -1,0 +1,305 @@
+"""The one loop: prefill, then rounds of draft, verify, walk, commit, for one sequence or a ragged batch.
+
+The engine knows protocols (a target, a drafter), not methods. What it promises: a sequence's tokens depend on the
+target, the prompt, the parameters and the seed only, whatever the drafter, the budget and the rows beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddtree.autoregressive import AutoregressiveTarget
+from ddtree.drafters import Drafter, DraftRow
+from ddtree.errors import CacheMemoryError, ConfigError, PromptError
+from ddtree.sampling import Sampler, SamplingParams, TokenLogprobs
+from ddtree.stats import Clock, Stats
+from ddtree.target import Target
+from ddtree.text import Detokenizer
+from ddtree.tree import DraftTree, walk
+
+Method = Literal["off", "chain", "tree"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+MAX_BUDGET = 1024
+MAX_DEPTH = 16
+# What the walk is told when a sequence has ended: no child carries it.
+_END = -1
+
+
+class Sequence:
+    """One prompt and its growing answer.
+
+    Attributes:
+        tokens: prompt and output together; the last output token is the bonus token of the next round.
+        finish_reason: None while running; "stop" (stop token or string), "length" (token limit or context full),
+            "cancelled", or "error", with the exception in `error`.
+        logprobs: one entry per output token when the parameters ask for them.
+    """
+
+    def __init__(
+        self, prompt: list[int], params: SamplingParams, sampler: Sampler, text: Detokenizer | None,
+        method: Method, budget: int, depth: int, drafter: str,
+    ) -> None:  # fmt: skip
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.params = params
+        self.sampler = sampler
+        self.text = text
+        self.method = method
+        self.budget = budget
+        self.depth = depth
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.stats = Stats(method=method, drafter=drafter, prompt_tokens=len(prompt))
+        self._started = time.perf_counter()
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self.text is not None:
+            self.text.finish()
+        self.stats.total = time.perf_counter() - self._started
+
+
+class Engine:
+    """Decodes sequences together, one round at a time.
+
+    Args:
+        target: the model whose output must not change.
+        drafter: what proposes; None decodes autoregressively.
+        max_rows: sequences decoded at once; more wait their turn.
+        prefill_chunk: prompt tokens per forward.
+    """
+
+    def __init__(
+        self,
+        target: Target | AutoregressiveTarget,
+        drafter: Drafter | None = None,
+        *,
+        max_rows: int = 8,
+        prefill_chunk: int = 512,
+    ) -> None:
+        if max_rows < 1 or prefill_chunk < 1:
+            raise ConfigError(f"max_rows={max_rows} and prefill_chunk={prefill_chunk} must be at least 1")
+        self.target = target
+        self.drafter = drafter
+        self.max_rows = max_rows
+        self.prefill_chunk = prefill_chunk
+        self.clock = Clock()
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._cache = target.new_cache()
+        target.use_features(drafter.feature_layers if drafter else ())
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        method: Method = "tree",
+        budget: int = 16,
+        depth: int = MAX_DEPTH,
+        text: Detokenizer | None = None,
+    ) -> Sequence:
+        """Queue a prompt; it joins at the next `step` that has a free row.
+
+        Raises:
+            PromptError: the prompt is empty, holds unknown ids, or leaves no room in the context.
+            ConfigError: method, budget or depth is out of range.
+        """
+        self._check(prompt, method, budget, depth)
+        drafting = self.drafter is not None and method != "off"
+        name = self.drafter.name if drafting and self.drafter else "none"
+        sampler = Sampler(
+            params,
+            prompt_length=len(prompt),
+            vocab_size=self.target.vocab_size,
+            eos_ids=self.target.eos_ids,
+            device=self.target.device,
+        )
+        mode: Method = method if drafting else "off"
+        sequence = Sequence(prompt, sampler.params, sampler, text, mode, budget, depth, name)
+        self.waiting.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence now and free its row; nothing happens to one that has ended."""
+        if sequence.finish_reason is None:
+            sequence.finish("cancelled")
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            self._leave()
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """Let waiting sequences join, then run one round; returns the sequences that moved on.
+
+        Those with a `finish_reason` have left.
+        """
+        moved = []
+        while self.waiting and len(self.running) < self.max_rows:
+            moved.append(self._join(self.waiting.popleft()))
+        self._leave()
+        if self.running:
+            moved += [sequence for sequence in self.running if sequence not in moved]
+            self._round()
+            self._leave()
+        return moved
+
+    def _join(self, sequence: Sequence) -> Sequence:
+        """Prefill a prompt and emit the first token at once: no draft stands between."""
+        row = self._cache.add_row()
+        self.running.append(sequence)
+        if self.drafter:
+            self.drafter.add_row()
+        before = dict(self.clock.seconds)
+        try:
+            with self.clock("prefill"):
+                chunks = self.target.prefill(self._cache, row, sequence.tokens, self.prefill_chunk)
+                for tokens, forward in chunks:
+                    if self.drafter:
+                        features = forward.features
+                        self.drafter.observe(row, tokens, None if features is None else features[0])
+                assert forward.logits is not None
+                self._emit(sequence, forward.logits[0, -1])
+        except CacheMemoryError as error:
+            sequence.error = error
+            sequence.finish("error")
+        sequence.stats.ttft = time.perf_counter() - sequence._started
+        self._account(before, [sequence])
+        return sequence
+
+    def _round(self) -> None:
+        before = dict(self.clock.seconds)
+        rows = list(self.running)
+        with self.clock("draft"):
+            tree = self._draft()
+        with self.clock("verify"):
+            forward = self.target.verify(self._cache, tree)
+        assert forward.logits is not None
+        lengths = [len(sequence.tokens) for sequence in rows]
+        with self.clock("walk"):
+            paths, _ = walk(tree, self._chooser(forward.logits))
+        with self.clock("commit"):
+            self._cache.commit(paths)
+            self._observe(paths, lengths, forward.features)
+        for sequence, path, size in zip(rows, paths, tree.sizes, strict=True):
+            sequence.stats.rounds += 1
+            sequence.stats.nodes += size - 1
+            sequence.stats.accepted[len(path) - 1] += 1
+        self._account(before, rows)
+
+    def _draft(self) -> DraftTree:
+        rows = [self._draft_row(sequence) for sequence in self.running]
+        if self.drafter is None or not any(row.depth for row in rows):
+            return DraftTree.root([row.tokens[-1] for row in rows], self.target.device)
+        return self.drafter.draft(rows, self.clock)
+
+    def _draft_row(self, sequence: Sequence) -> DraftRow:
+        room = self.target.max_context - len(sequence.tokens) - 1
+        left = sequence.params.max_tokens - sequence.output_length - 1
+        depth = min(sequence.depth, room, left, self.drafter.max_depth if self.drafter else 0)
+        if sequence.method == "off" or sequence.budget == 0:
+            depth = 0
+        temperature = sequence.params.temperature
+        noise = None if sequence.params.greedy else sequence.sampler.noise
+        return DraftRow(
+            sequence.tokens, sequence.budget, max(0, depth), sequence.method == "chain", noise, temperature
+        )
+
+    def _chooser(self, logits: Tensor) -> Callable[[list[int], list[int]], list[int]]:
+        """The target's choice at a node, in the walk's order, which is the text's: so each choice is emitted."""
+
+        def choose(rows: list[int], nodes: list[int]) -> list[int]:
+            return [
+                self._emit(self.running[row], logits[row, node]) for row, node in zip(rows, nodes, strict=True)
+            ]
+
+        return choose
+
+    def _emit(self, sequence: Sequence, logits: Tensor) -> int:
+        """Choose the next token from the logits [V] after `sequence.tokens`, append it, and see whether it ends."""
+        try:
+            token = sequence.sampler.choose(logits, sequence.tokens, committed=len(sequence.tokens))
+            if sequence.logprobs is not None:
+                sequence.logprobs.append(sequence.sampler.logprobs(logits, token))
+        except Exception as error:
+            # A user's own processor may fail; that ends its sequence and spares the rows beside it.
+            sequence.error = error
+            sequence.finish("error")
+            return _END
+        sequence.tokens.append(token)
+        sequence.stats.output_tokens += 1
+        reason = self._ending(sequence, token)
+        if reason is None:
+            return token
+        sequence.finish(reason)
+        return _END
+
+    def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params, length = sequence.params, sequence.output_length
+        stops = token in sequence.sampler.stop_ids and length >= params.min_tokens
+        stopped = sequence.text is not None and sequence.text.push(token, visible=not stops)
+        if stops or stopped:
+            return "stop"
+        if length >= params.max_tokens or len(sequence.tokens) >= self.target.max_context:
+            return "length"
+        return None
+
+    def _observe(self, paths: list[list[int]], lengths: list[int], features: Tensor | None) -> None:
+        if self.drafter is None:
+            return
+        for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
+            tokens = self.running[row].tokens[length - 1 : length - 1 + len(path)]
+            self.drafter.observe(row, tokens, None if features is None else features[row, path])
+
+    def _leave(self) -> None:
+        """Free the rows of ended sequences; the last row takes a freed one's place."""
+        for row in reversed(range(len(self.running))):
+            if self.running[row].finish_reason is not None:
+                self._cache.drop_row(row)
+                if self.drafter:
+                    self.drafter.drop_row(row)
+                last = self.running.pop()
+                if row < len(self.running):
+                    self.running[row] = last
+
+    def _account(self, before: dict[str, float], sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            for part, seconds in self.clock.seconds.items():
+                sequence.stats.seconds[part] += seconds - before[part]
+
+    def _check(self, prompt: list[int], method: str, budget: int, depth: int) -> None:
+        if method not in ("off", "chain", "tree"):
+            raise ConfigError(f"unknown method {method!r}: choose off, chain or tree")
+        if not 0 <= budget <= MAX_BUDGET:
+            raise ConfigError(f"budget={budget} is outside 0..{MAX_BUDGET}")
+        if not 1 <= depth <= MAX_DEPTH:
+            raise ConfigError(f"depth={depth} is outside 1..{MAX_DEPTH}")
+        if not prompt:
+            raise PromptError("the prompt is empty: give at least one token")
+        limit = self.target.max_context
+        if len(prompt) >= limit:
+            raise PromptError(
+                f"the prompt has {len(prompt)} tokens and the context holds {limit}: shorten it to {limit - 1} or less"
+            )
+        bad = next((t for t in prompt if not 0 <= t < self.target.vocab_size), None)
+        if bad is not None:
+            raise PromptError(f"token id {bad} is outside the vocabulary 0..{self.target.vocab_size - 1}")

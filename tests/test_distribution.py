@@ -1,0 +1,99 @@
+"""At temperature > 0 the drawn text has the target's distribution, with every drafter, coupled to noise or not.
+
+All 8^3 continuations of three tokens are enumerated exactly and compared with 20,000 seeds by a chi-square test.
+"""
+
+import functools
+import itertools
+
+import pytest
+import tiny
+import torch
+
+from ddtree.engine import Engine
+from ddtree.noise import Noise
+from ddtree.sampling import SamplingParams
+from ddtree.target import Target
+
+VOCAB, LENGTH, SEEDS, ROWS = 8, 3, 20_000, 128
+PROMPT = [3, 5, 2, 7]
+# Wilson and Hilferty's normal approximation is within 1e-4 of the chi-square quantile at these degrees of freedom.
+Z_LIMIT = 4.0
+
+
+@functools.cache
+def model():
+    return tiny.model("llama", vocab_size=VOCAB, initializer_range=0.15)
+
+
+@functools.cache
+def exact(temperature):
+    """Probability of every continuation, in the order of `itertools.product`."""
+    texts = [list(text) for text in itertools.product(range(VOCAB), repeat=LENGTH)]
+    with torch.inference_mode():
+        logits = model()(input_ids=torch.tensor([PROMPT + text for text in texts]), use_cache=False).logits
+    logprobs = (logits.double() / temperature).log_softmax(-1)
+    steps = torch.tensor(texts)
+    total = sum(
+        logprobs[torch.arange(len(texts)), len(PROMPT) - 1 + k, steps[:, k]] for k in range(LENGTH)
+    )
+    return total.exp()
+
+
+def counts(drafter, temperature, method="tree", budget=6):
+    engine = Engine(Target(model()), drafter, max_rows=ROWS)
+    seen = torch.zeros(VOCAB**LENGTH)
+    sequences = [
+        engine.add(
+            PROMPT,
+            SamplingParams(temperature=temperature, seed=seed, max_tokens=LENGTH),
+            method=method,
+            budget=budget,
+        )
+        for seed in range(SEEDS)
+    ]
+    while not engine.idle:
+        engine.step()
+    engine.target.close()
+    for sequence in sequences:
+        a, b, c = sequence.output
+        seen[(a * VOCAB + b) * VOCAB + c] += 1
+    return seen
+
+
+def z_score(seen, temperature):
+    """Chi-square statistic of the counts as a standard normal; cells expected under 5 times are pooled."""
+    expected = exact(temperature) * SEEDS
+    large = expected >= 5
+    observed = torch.cat([seen[large], seen[~large].sum()[None]]).double()
+    expected = torch.cat([expected[large], expected[~large].sum()[None]])
+    if expected[-1] < 5:
+        observed, expected = observed[:-1], expected[:-1]
+    freedom = len(expected) - 1
+    chi2 = ((observed - expected) ** 2 / expected).sum().item()
+    return ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("kind", ["none", "chain", "tree", "lookup", "draft", "merged"])
+def test_counts_over_seeds_fit_the_exact_distribution(kind, coupled, temperature):
+    if kind == "none" and coupled:
+        pytest.skip("nothing to couple without a drafter")
+    drafter = None if kind == "none" else tiny.drafter(kind, model(), coupled=coupled)
+    seen = counts(drafter, temperature, method="chain" if kind == "chain" else "tree")
+    assert abs(z_score(seen, temperature)) < Z_LIMIT
+
+
+@pytest.mark.slow
+def test_a_wrong_rule_fails_the_same_test(monkeypatch):
+    """Noise that forgets its position draws each token rightly and the text wrongly."""
+    right = Noise.gumbel
+    monkeypatch.setattr(Noise, "gumbel", lambda self, position, tokens=None: right(self, 0, tokens))
+    assert z_score(counts(None, 1.0), 1.0) > 10 * Z_LIMIT
+
+
+@pytest.mark.slow
+def test_a_wrong_temperature_fails_the_same_test():
+    assert z_score(counts(None, 0.9), 1.0) > Z_LIMIT

@@ -1,0 +1,84 @@
+"""Tiny random models of every supported family, shared by the tests."""
+
+from typing import Any
+
+import torch
+import transformers as hf
+
+VOCAB = 48
+WINDOW = 9
+
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+_MIXED = ["sliding_attention", "full_attention"]
+_MOE = {"num_experts_per_tok": 2, "head_dim": 8}
+
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {}),
+    "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": WINDOW}),
+    "qwen2": (
+        hf.Qwen2Config,
+        hf.Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {"head_dim": 8}),
+    "qwen3_moe": (
+        hf.Qwen3MoeConfig,
+        hf.Qwen3MoeForCausalLM,
+        {**_MOE, "num_experts": 4, "moe_intermediate_size": 32},
+    ),
+    "gemma2": (
+        hf.Gemma2Config,
+        hf.Gemma2ForCausalLM,
+        {
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma3": (
+        hf.Gemma3TextConfig,
+        hf.Gemma3ForCausalLM,
+        {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _MIXED},
+    ),
+    "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM, {"sliding_window": WINDOW}),
+    "olmo": (hf.OlmoConfig, hf.OlmoForCausalLM, {}),
+    "gpt_oss": (
+        hf.GptOssConfig,
+        hf.GptOssForCausalLM,
+        {
+            **_MOE,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED,
+            "num_local_experts": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+
+
+def model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
+    """A float32 model of a family with random weights that make confident, varied logits."""
+    config_class, model_class, extra = FAMILIES[family]
+    torch.manual_seed(seed)
+    built = model_class(config_class(**{**_SHAPE, **extra, **changes})).eval()
+    built.generation_config.eos_token_id = changes.get("eos_token_id")
+    return built
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
