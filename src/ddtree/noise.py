@@ -56,7 +56,7 @@ def _mix_(words: Tensor, scratch: Tensor) -> None:
 
 
 def _gumbel_(words: Tensor, scratch: Tensor, real: Tensor, out: Tensor) -> None:
-    """Fill `out` (float32) from unmixed int64 `words`; these, `scratch` (int64) and `real` (float64) are scratch."""
+    """Fill `out` (float32) from int64 `words`; that, `scratch` (int64) and `real` (float64) are used up."""
     _mix_(words, scratch)
     words.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
     # Odd multiples of 2**-53 are exact in float64 and never 0 or 1, so both logarithms are finite.
@@ -131,9 +131,11 @@ class Noise:
         if not 0 <= position < MAX_POSITION:
             raise ConfigError(f"position must be from 0 to 2**31 - 1, not {position}")
         key = _signed(_mix((self._stream + (position + 1) * _GAMMA) & _WORD))
-        if tokens is not None:
-            return self._subset(key, tokens)
-        row = self._row(key)
+        # Rows outlive the caller's inference mode, and the buffers are written again outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            if tokens is not None:
+                return self._subset(key, tokens)
+            row = self._row(key)
         self._rows[position] = row
         if len(self._rows) > self._keep:
             self._rows.popitem(last=False)

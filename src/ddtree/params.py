@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .noise import MAX_SEED
 
 Processor = Callable[[list[int], Tensor], Tensor]
-"""Custom processor: (prefix token ids, logits float32 [V]) -> logits [V], depending on its arguments alone."""
+"""Custom processor: (prefix token ids, logits float32 [V]) -> logits [V], a pure function."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow, and the noise no longer matters."""

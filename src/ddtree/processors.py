@@ -189,7 +189,7 @@ class Processors:
 
 def _checked(processor: Processor, prefix: list[int], scores: Tensor) -> Tensor:
     shape = scores.shape
-    result = processor(prefix, scores)
+    result = processor(list(prefix), scores)
     name = getattr(processor, "__qualname__", type(processor).__qualname__)
     if not isinstance(result, Tensor):
         raise ConfigError(f"processor {name} must return a tensor, not {type(result).__name__}")

@@ -88,6 +88,7 @@ class Sampler:
         """Whether `choose` is the argmax of the raw logits, so that many nodes may be chosen for at once."""
         return self.params.greedy and self._processors is None
 
+    @torch.inference_mode()
     def choose(self, logits: Tensor, prefix: list[int], committed: int = 0) -> int:
         """The token at position len(prefix).
 
@@ -105,11 +106,11 @@ class Sampler:
         """
         params = self.params
         scores = logits if self._processors is None else self._processors(logits, prefix, committed)
+        scores = scores.float()
         if params.greedy:
             token = int(scores.argmax())
             self._check(float(scores[token]), logits, prefix)
             return token
-        scores = scores.float()
         if params.temperature != 1.0:
             scores = scores / params.temperature
         filtered = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
@@ -123,6 +124,7 @@ class Sampler:
         self._check(float(noisy[token]), logits, prefix)
         return token
 
+    @torch.inference_mode()
     def logprobs(self, logits: Tensor, token: int) -> TokenLogprobs:
         """Log-probabilities of raw logits [V]: of `token` and of the `params.logprobs` most likely ids."""
         values = torch.log_softmax(logits.float(), dim=-1)
@@ -141,5 +143,5 @@ class Sampler:
                 f"no token is left at position {len(prefix)}; relax bad_words, min_tokens or processors"
             )
         raise UnsupportedModelError(
-            f"the target's logits at position {len(prefix)} are NaN or infinite; use dtype bfloat16 or float32"
+            f"the target's logits at position {len(prefix)} are NaN or infinite; use bfloat16 or float32"
         )
