@@ -1,0 +1,125 @@
+"""The data structure: a batch of prefix-closed token trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddtree.errors import ConfigError
+
+MAX_BUDGET = 1024
+MAX_DEPTH = 16
+
+
+@dataclass
+class DraftTree:
+    """A batch of R draft trees, each padded to N nodes; node 0 is the root, which holds the bonus token.
+
+    The nodes of a row stand in the order of their score, so that its first nodes are the tree of a smaller budget.
+    Padding has token 0, parent 0, depth 0 and log-probability -inf.
+
+    Attributes:
+        tokens: int64 [R, N].
+        parents: int64 [R, N], index of the parent, smaller than the node's own; 0 for the root.
+        depths: int64 [R, N], 0 for the root, at most 16.
+        logprobs: float32 [R, N], log-probability of the node's prefix under the drafter: the parent's plus the
+            token's own, added in float32 from the root down; 0 for the root.
+        sizes: nodes in use of each row, root included.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    logprobs: Tensor
+    sizes: list[int]
+
+    @staticmethod
+    def root(bonus: list[int], device: torch.device | str = "cpu") -> DraftTree:
+        """Trees of the root alone: one row for each bonus token."""
+        tokens = torch.tensor(bonus, dtype=torch.int64, device=device).reshape(-1, 1)
+        zeros = torch.zeros_like(tokens)
+        return DraftTree(tokens, zeros, zeros, torch.zeros_like(tokens, dtype=torch.float32), [1] * len(bonus))
+
+    @staticmethod
+    def stack(trees: list[DraftTree]) -> DraftTree:
+        """One batch of the rows of all `trees`, in order.
+
+        Raises:
+            ConfigError: there are no trees.
+        """
+        if not trees:
+            raise ConfigError("trees=[] holds no tree to stack: give at least one")
+        if len(trees) == 1:
+            return trees[0]
+        width = max(tree.tokens.shape[1] for tree in trees)
+
+        def joined(name: str, fill: float) -> Tensor:
+            parts = [getattr(tree, name) for tree in trees]
+            pad = torch.nn.functional.pad
+            return torch.cat([pad(part, (0, width - part.shape[1]), value=fill) for part in parts])
+
+        return DraftTree(
+            joined("tokens", 0),
+            joined("parents", 0),
+            joined("depths", 0),
+            joined("logprobs", float("-inf")),
+            [size for tree in trees for size in tree.sizes],
+        )
+
+    def row(self, index: int) -> DraftTree:
+        """The tree of one row, without its padding."""
+        size = self.sizes[index]
+        cut = (slice(index, index + 1), slice(size)) if index >= 0 else (slice(index, None), slice(size))
+        return DraftTree(self.tokens[cut], self.parents[cut], self.depths[cut], self.logprobs[cut], [size])
+
+    def truncate(self, budgets: list[int]) -> DraftTree:
+        """The first nodes of each row: its tree of a smaller budget (nodes besides the root).
+
+        Raises:
+            ConfigError: a budget is outside 0..1024, or there is not one for each row.
+        """
+        check_each("budgets", budgets, len(self.sizes), 0, MAX_BUDGET)
+        sizes = [min(size, budget + 1) for size, budget in zip(self.sizes, budgets, strict=True)]
+        width = max(sizes)
+        tree = DraftTree(
+            self.tokens[:, :width],
+            self.parents[:, :width],
+            self.depths[:, :width],
+            self.logprobs[:, :width],
+            sizes,
+        )
+        return tree if min(sizes) == width else tree.padded()
+
+    def padded(self) -> DraftTree:
+        """With everything beyond the sizes made padding."""
+        beyond = ~in_use(self)
+        return DraftTree(
+            self.tokens.masked_fill(beyond, 0),
+            self.parents.masked_fill(beyond, 0),
+            self.depths.masked_fill(beyond, 0),
+            self.logprobs.masked_fill(beyond, float("-inf")),
+            self.sizes,
+        )
+
+
+def in_use(tree: DraftTree) -> Tensor:
+    """bool [R, N]: which nodes are no padding."""
+    device = tree.tokens.device
+    sizes = torch.tensor(tree.sizes, device=device)
+    return torch.arange(tree.tokens.shape[1], device=device) < sizes[:, None]
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise ConfigError unless `value` is a whole number within low..high."""
+    if not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} is outside {low}..{high}: give a whole number in that range")
+
+
+def check_each(name: str, values: list[int], rows: int, low: int, high: int) -> None:
+    """Raise ConfigError unless there is a value within low..high for each row."""
+    if len(values) != rows:
+        raise ConfigError(f"{name} has {len(values)} entries for {rows} rows: give one for each row")
+    for value in values:
+        check_range(name, value, low, high)
