@@ -21,12 +21,10 @@ from ddtree.sampling import Sampler, SamplingParams, TokenLogprobs
 from ddtree.stats import Clock, Stats
 from ddtree.target import Target
 from ddtree.text import Detokenizer
-from ddtree.tree import DraftTree, walk
+from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
 
 Method = Literal["off", "chain", "tree"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-MAX_BUDGET = 1024
-MAX_DEPTH = 16
 # What the walk is told when a sequence has ended: no child carries it.
 _END = -1
 
@@ -196,7 +194,7 @@ class Engine:
         assert forward.logits is not None
         lengths = [len(sequence.tokens) for sequence in rows]
         with self.clock("walk"):
-            paths, _ = walk(tree, self._chooser(forward.logits))
+            paths = walk(tree, self._chooser(forward.logits))
         with self.clock("commit"):
             self._cache.commit(paths)
             self._observe(paths, lengths, forward.features)
