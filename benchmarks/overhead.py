@@ -43,7 +43,9 @@ class ForwardTimer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="demo")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64])
@@ -79,7 +81,9 @@ def main() -> None:
         outside = statistics.median(o for _, o in times)
         split = parts[budget, temperature]
         total = sum(split.values()) - split["prefill"]
-        shares = "  ".join(f"{p} {split[p] / total:.1%}" for p in ("draft", "build", "verify", "walk", "commit"))
+        shares = "  ".join(
+            f"{p} {split[p] / total:.1%}" for p in ("draft", "build", "verify", "walk", "commit")
+        )
         print(
             f"{budget:>4} {temperature:>4g} {len(times):>6} {whole * 1e3:>9.1f} {outside * 1e3:>10.2f} "
             f"{outside / whole:>6.1%}   {shares}"

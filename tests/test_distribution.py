@@ -7,9 +7,9 @@ import functools
 import itertools
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from ddtree.engine import Engine
 from ddtree.noise import Noise
 from ddtree.sampling import SamplingParams
@@ -34,9 +34,7 @@ def exact(temperature):
         logits = model()(input_ids=torch.tensor([PROMPT + text for text in texts]), use_cache=False).logits
     logprobs = (logits.double() / temperature).log_softmax(-1)
     steps = torch.tensor(texts)
-    total = sum(
-        logprobs[torch.arange(len(texts)), len(PROMPT) - 1 + k, steps[:, k]] for k in range(LENGTH)
-    )
+    total = sum(logprobs[torch.arange(len(texts)), len(PROMPT) - 1 + k, steps[:, k]] for k in range(LENGTH))
     return total.exp()
 
 

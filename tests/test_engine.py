@@ -1,15 +1,15 @@
 """The engine: exact lengths, endings, batches and rows, whatever is drafted."""
 
 import pytest
+import torch
+
 import reference
 import tiny
-import torch
-from scripted import Scripted
-
 from ddtree.engine import Engine
 from ddtree.errors import ConfigError, PromptError
 from ddtree.sampling import SamplingParams
 from ddtree.target import Target
+from scripted import Scripted
 
 LENGTH = 40
 

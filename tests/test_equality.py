@@ -3,14 +3,14 @@
 import functools
 
 import pytest
+import torch
+
 import reference
 import tiny
-import torch
-from scripted import Scripted
-
 from ddtree.engine import Engine
 from ddtree.sampling import SamplingParams
 from ddtree.target import Target
+from scripted import Scripted
 
 LENGTH = 200
 BUDGETS = (1, 15, 64)

@@ -1,10 +1,10 @@
 """The target: prefill, tree verification and features equal plain forwards of transformers."""
 
 import pytest
-import tiny
 import torch
 import transformers as hf
 
+import tiny
 from ddtree import attention
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.target import Target, why_no_tree
@@ -109,7 +109,11 @@ def test_the_comparison_fails_for_a_wrong_verification(wrong, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_features_are_the_outputs_of_decoder_layers(family):
-    model = tiny.model(family, num_hidden_layers=3, **({"layer_types": ["sliding_attention"] * 3} if family == "gemma3" else {}))
+    model = tiny.model(
+        family,
+        num_hidden_layers=3,
+        **({"layer_types": ["sliding_attention"] * 3} if family == "gemma3" else {}),
+    )
     target = Target(model, feature_layers=(2, 0))
     prompt = tiny.prompt(11)
     cache = target.new_cache()
@@ -117,7 +121,9 @@ def test_features_are_the_outputs_of_decoder_layers(family):
     parts = [forward.features for _, forward in target.prefill(cache, 0, prompt, 4)]
     features = torch.cat(parts, dim=1)[0]
     with torch.inference_mode():
-        states = model(input_ids=torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
+        states = model(
+            input_ids=torch.tensor([prompt]), output_hidden_states=True, use_cache=False
+        ).hidden_states
         normed = model.get_decoder().norm(features[:, :32])
     torch.testing.assert_close(features[:, 32:], states[1][0], atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(normed, states[-1][0], atol=TOLERANCE, rtol=0)
@@ -165,7 +171,9 @@ def test_hybrid_state_is_refused_by_layer_type_with_what_works_instead():
 
 
 def test_encoder_decoders_are_refused_by_name():
-    model = hf.T5ForConditionalGeneration(hf.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32))
+    model = hf.T5ForConditionalGeneration(
+        hf.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
+    )
     assert "T5ForConditionalGeneration is an encoder-decoder" in why_no_tree(model)
 
 
@@ -176,7 +184,9 @@ def test_models_outside_the_attention_interface_are_refused():
 
 
 def test_an_untested_family_is_probed_when_loaded(monkeypatch):
-    config = hf.GraniteConfig(**{k: v for k, v in tiny._SHAPE.items() if k != "initializer_range"}, initializer_range=0.3)
+    config = hf.GraniteConfig(
+        **{k: v for k, v in tiny._SHAPE.items() if k != "initializer_range"}, initializer_range=0.3
+    )
     torch.manual_seed(0)
     model = hf.GraniteForCausalLM(config).eval()
     Target(model)

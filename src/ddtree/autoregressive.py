@@ -50,7 +50,9 @@ class AutoregressiveTarget:
 
     def __init__(self, model: Any, tokenizer: Any = None, max_context: int | None = None) -> None:
         if model.config.is_encoder_decoder:
-            raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; ddtree runs causal LMs")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is an encoder-decoder; ddtree runs causal LMs"
+            )
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -88,7 +90,10 @@ class AutoregressiveTarget:
 
     @torch.inference_mode()
     def _run(self, cache: NativeCache, row: int, tokens: list[int]) -> Tensor:
-        arguments: dict[str, Any] = {"input_ids": torch.tensor([tokens], device=self.device), "use_cache": True}
+        arguments: dict[str, Any] = {
+            "input_ids": torch.tensor([tokens], device=self.device),
+            "use_cache": True,
+        }
         if cache.states[row] is not None:
             arguments[self._cache_name] = cache.states[row]
         output = self.model(**arguments)

@@ -227,7 +227,8 @@ class Engine:
 
         def choose(rows: list[int], nodes: list[int]) -> list[int]:
             return [
-                self._emit(self.running[row], logits[row, node]) for row, node in zip(rows, nodes, strict=True)
+                self._emit(self.running[row], logits[row, node])
+                for row, node in zip(rows, nodes, strict=True)
             ]
 
         return choose

@@ -22,7 +22,7 @@ from ddtree.tree import DraftTree, ancestor_mask
 TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Families whose trees are checked against plain decoding by the test suite; others are probed when loaded.
 TESTED = frozenset(
-    "llama mistral qwen2 qwen3 qwen3_moe gemma2 gemma3 gemma3_text phi3 olmo olmo2 gpt_oss".split()
+    ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma3_text", "phi3", "olmo", "olmo2", "gpt_oss"]
 )
 _SLACK_NODES = 1025
 
@@ -102,7 +102,9 @@ class Target:
         self.eos_ids = eos_ids(model, tokenizer)
         self._windowed = bool(getattr(self.config, "sliding_window", None))
         self._cache_name = cache_argument(model)
-        self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        self._configs = list(
+            {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+        )
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.feature_layers: tuple[int, ...] = ()
@@ -114,7 +116,9 @@ class Target:
         """Gather the outputs of these decoder layers from now on (replacing those gathered before)."""
         for layer in layers:
             if not 0 <= layer < self.num_layers:
-                raise ConfigError(f"feature layer {layer} is outside the target's layers 0..{self.num_layers - 1}")
+                raise ConfigError(
+                    f"feature layer {layer} is outside the target's layers 0..{self.num_layers - 1}"
+                )
         for hook in self._hooks:
             hook.remove()
         self.feature_layers = tuple(layers)
@@ -127,7 +131,9 @@ class Target:
     def new_cache(self) -> KVCache:
         return KVCache(self.max_context + _SLACK_NODES)
 
-    def prefill(self, cache: KVCache, row: int, tokens: list[int], chunk: int = 512) -> Iterator[tuple[list[int], Forward]]:
+    def prefill(
+        self, cache: KVCache, row: int, tokens: list[int], chunk: int = 512
+    ) -> Iterator[tuple[list[int], Forward]]:
         """Process a prompt in chunks and commit it; yields each chunk's tokens with its `Forward`.
 
         Only the last chunk's `Forward` has logits: those of the prompt's last token, [1, 1, V].
