@@ -26,7 +26,7 @@ class Flip:
     Attributes:
         index: of the first output token that differs.
         tokens: what each text has there.
-        gap: between the scores of the two tokens, the larger of those found with two shapes of the forward pass.
+        gap: between the scores of the two tokens, the larger of those found with two shapes of the forward.
         noise: the most that the gap between the two best scores changed from one shape to the other, over the
             last positions up to there.
     """
@@ -51,7 +51,7 @@ def first_flip(
 ) -> Flip | None:
     """Find and measure the first difference of two outputs of `prompt`; None when they are the same.
 
-    Knows plain sampling only: temperature and seed, no filters or penalties. Where one output is the beginning
+    Knows plain sampling only: temperature and seed, no filters or penalties. Where one output is the start
     of the other, no choice parts them: the gap is then infinite.
     """
     index = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
