@@ -40,9 +40,7 @@ def start(target, prompts, chunk):
     last = []
     for row, prompt in enumerate(prompts):
         cache.add_row()
-        for _, forward in target.prefill(cache, row, prompt, chunk):
-            pass
-        last.append(forward)
+        last.append([forward for _, forward in target.prefill(cache, row, prompt, chunk)][-1])
     return cache, last
 
 

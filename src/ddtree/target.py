@@ -21,9 +21,7 @@ from ddtree.tree import DraftTree, ancestor_mask
 
 TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Families whose trees are checked against plain decoding by the test suite; others are probed when loaded.
-TESTED = frozenset(
-    ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma3_text", "phi3", "olmo", "olmo2", "gpt_oss"]
-)
+TESTED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo", "gpt_oss"}
 _SLACK_NODES = 1025
 
 
@@ -239,7 +237,7 @@ class Target:
             pass
         device = self.device
         tree = DraftTree(
-            torch.tensor([ids[3:] + [17 % self.vocab_size]], device=device),
+            torch.tensor([[*ids[3:], 17 % self.vocab_size]], device=device),
             torch.tensor([[0, 0, 0, 2]], device=device),
             torch.tensor([[0, 1, 1, 2]], device=device),
             torch.zeros((1, 4), device=device),
