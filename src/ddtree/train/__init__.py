@@ -1,0 +1,1 @@
+"""Making a drafter for a target: synthesize answers, fit, evaluate, export."""

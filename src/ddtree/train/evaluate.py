@@ -1,0 +1,114 @@
+"""Acceptance without the target: a drafter replayed along answers that the target has already given.
+
+Each round the drafter proposes, as it would in the engine, and the known answer is followed down the tree for as long
+as it is there. This is exactly what verification would accept, whatever the drafter and however the answer was
+decoded, since the target's choice does not depend on the draft.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ddtree.drafters import Drafter, DraftRow
+from ddtree.stats import Clock
+from ddtree.train.data import Example
+from ddtree.tree import MAX_DEPTH, walk
+
+
+@dataclass
+class Acceptance:
+    """Figures of a replay: rounds, answer tokens they gave, and how often 0, 1, 2, ... drafted tokens were accepted."""
+
+    rounds: int = 0
+    tokens: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens per round."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+
+@dataclass
+class _Row:
+    """An answer in replay; `at` is the position of the bonus token."""
+
+    tokens: list[int]
+    at: int
+    example: Example
+
+
+def replay(
+    drafter: Drafter,
+    examples: Iterable[Example],
+    budget: int,
+    chain: bool = False,
+    rows: int = 16,
+    report: Callable[[int], None] | None = None,
+) -> Acceptance:
+    """Replay a drafter along answers, up to `rows` of them side by side.
+
+    Args:
+        drafter: empty (no rows).
+        examples: conversations; those with an answer of one token give no round.
+        budget: nodes besides the root; for a chain, its depth.
+        chain: single paths instead of trees.
+        report: called with the number of answers replayed.
+    """
+    waiting = iter(examples)
+    active: list[_Row] = []
+    result = Acceptance()
+    clock = Clock()
+    done = 0
+    while True:
+        while len(active) < rows and (example := next(waiting, None)) is not None:
+            if len(example.tokens) - example.answer_start < 2:
+                continue
+            row = _Row(example.tokens.tolist(), example.answer_start, example)
+            drafter.add_row()
+            _observe(drafter, len(active), row, 0, row.at)
+            active.append(row)
+        if not active:
+            return result
+        depth = min(drafter.max_depth, MAX_DEPTH, budget)
+        requests = [DraftRow(row.tokens[: row.at + 1], budget, depth, chain) for row in active]
+        paths = walk(drafter.draft(requests, clock), _Follow(active))
+        for index in reversed(range(len(active))):
+            row, accepted = active[index], len(paths[index]) - 1
+            emitted = min(accepted + 1, len(row.tokens) - 1 - row.at)
+            result.rounds += 1
+            result.tokens += emitted
+            result.accepted[accepted] += 1
+            if row.at + emitted == len(row.tokens) - 1:
+                drafter.drop_row(index)
+                active[index] = active[-1]
+                active.pop()
+                done += 1
+                if report:
+                    report(done)
+            else:
+                _observe(drafter, index, row, row.at, row.at + emitted)
+                row.at += emitted
+
+
+class _Follow:
+    """The walk's choice at a node: the answer's next token, or one that no child has when the answer is over."""
+
+    def __init__(self, rows: list[_Row]) -> None:
+        self._rows = rows
+        self._at = [row.at for row in rows]
+
+    def __call__(self, rows: list[int], nodes: list[int]) -> list[int]:
+        chosen = []
+        for row in rows:
+            self._at[row] += 1
+            tokens = self._rows[row].tokens
+            chosen.append(tokens[self._at[row]] if self._at[row] < len(tokens) else -1)
+        return chosen
+
+
+def _observe(drafter: Drafter, index: int, row: _Row, start: int, stop: int) -> None:
+    features = row.example.features[start:stop].flatten(1) if drafter.feature_layers else None
+    drafter.observe(index, row.tokens[start:stop], features)
