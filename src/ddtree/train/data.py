@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def write_shard(path: Path, prefix: list[int], conversations: list[Conversation]
     """Write a shard in one step: a reader never sees half of it, and a kill leaves it absent."""
     highest = max([*prefix, *(int(c.tokens.max()) for c in conversations)], default=0)
     dtype = np.uint16 if highest < 2**16 else np.uint32
-    arrays = {
+    arrays: dict[str, Any] = {
         "tokens": np.concatenate([c.tokens for c in conversations] or [np.array([], dtype)]).astype(dtype),
         "lengths": np.array([len(c.tokens) for c in conversations], np.int32),
         "answer_start": np.array([c.answer_start for c in conversations], np.int32),
@@ -179,8 +180,8 @@ class Corpus:
                 continue
             _, conversations = read_shard(shard_path(self.folder, index))
             texts = [self.prefix + [int(t) for t in c.tokens] for c in conversations]
-            features = [f[len(self.prefix) :] for f in teacher_pass(target, texts, layers)]
-            save_features(features_path(self.folder, index), torch.cat(features))
+            parts = [part[len(self.prefix) :] for part in teacher_pass(target, texts, layers)]
+            save_features(features_path(self.folder, index), torch.cat(parts))
 
     def example(self, index: int) -> Example:
         """A conversation with its features, the template's prefix in front; `prepare` comes first."""
@@ -251,8 +252,7 @@ def draft_vocabulary(corpus: Corpus, size: int, always: frozenset[int]) -> Tenso
     counts: Counter[int] = Counter()
     for answer in corpus.answers():
         counts.update(answer)
-    ranked = sorted(counts, key=lambda token: (token not in always, -counts[token], token))
-    ranked += sorted(always - counts.keys())
+    ranked = sorted(counts.keys() | always, key=lambda token: (token not in always, -counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
 
 
