@@ -185,6 +185,15 @@ def test_counts_follow_a_growing_prefix_without_counting_it_again(monkeypatch: p
     assert counted == 1050
 
 
+def test_counts_of_many_distinct_tokens_stay_right_as_they_come() -> None:
+    fields = {"temperature": 0, "repetition_penalty": 1.4, "frequency_penalty": 0.3}
+    sampler, prefix = make(1, **fields), [1, 5, 9, 3, 3, 8]
+    for step in range(200):
+        prefix.append(step * 7 % VOCAB)
+        logits = target(prefix)
+        assert sampler.choose(logits, prefix) == make(1, **fields).choose(logits, prefix)
+
+
 def test_ids_beyond_the_head_are_not_counted() -> None:
     """Embeddings may be wider than the head (image tokens in a prompt)."""
     sampler = make(1, temperature=0, repetition_penalty=2.0, prompt_length=3)
@@ -215,7 +224,7 @@ def test_bad_words_equal_transformers_sequence_bias() -> None:
     words = ((5,), (1, 2), (9, 8, 7), (2, 2))
     warper = SequenceBiasLogitsProcessor({word: -math.inf for word in words})
     warper.prepared_bias_variables = False
-    for prefix in ([1, 5, 9, 8], [3, 1], [2, 2], [2], [8, 9], [9, 8, 9, 8]):
+    for prefix in ([1, 5, 9, 8], [3, 1], [2, 2], [2], [8, 9], [3, 8], [9, 8, 9, 8]):
         seen: list[Tensor] = []
         logits = torch.zeros(12)
 

@@ -11,9 +11,7 @@ from .errors import ConfigError
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# A UTF-8 character has at most four bytes, so what is incomplete lies in the last three and four tokens
-# resynchronise.
-_INCOMPLETE = 3
+# A character has at most four bytes, so the tokens before the last four cannot change what follows.
 _CONTEXT = 4
 _WINDOW = 8
 
@@ -105,7 +103,6 @@ class Detokenizer:
         self._include_stop = include_stop
         self._skip_special = skip_special_tokens
         self._min_tokens = min_tokens
-        self._special = frozenset(tokenizer.all_special_ids) if skip_special_tokens else frozenset()
         self._matcher = StopMatcher(stop) if stop else None
         self._run_matcher: StopMatcher | None = StopMatcher(stop) if stop else None
         self._run_bytes = codecs.getincrementaldecoder("utf-8")()
@@ -115,7 +112,6 @@ class Detokenizer:
         # `_read` characters of the decoded window are settled; text before the window is settled too.
         self._window: list[int] = []
         self._read = 0
-        self._limit = _WINDOW
         self._held = ""
         self._pieces: list[str] = []
         self._taken = 0
@@ -165,30 +161,24 @@ class Detokenizer:
 
     def _settle(self, last: bool = False) -> bool:
         text = self._decode(self._window)
-        stable = len(text)
-        if not last:
-            while stable > max(0, len(text) - _INCOMPLETE) and text[stable - 1] == _REPLACEMENT:
-                stable -= 1
+        # Bytes that are the beginning of a character are shown as one U+FFFD at the end.
+        stable = len(text) - (text.endswith(_REPLACEMENT) and not last)
         new = text[self._read : stable]
         self._read = max(self._read, stable)
         if self._feed(new):
             return True
-        if len(self._window) >= self._limit:
+        if len(self._window) >= _WINDOW:
             self._shorten(text)
         return False
 
     def _shorten(self, text: str) -> None:
-        """Drop tokens from the front of the window where that leaves the decoded rest as it is."""
-        for size in range(_CONTEXT, _WINDOW):
-            rest = self._decode(self._window[-size:])
-            unsettled = len(text) - self._read
-            # An empty rest would let the next token lose a leading space, which decoders strip at the start.
-            if rest and len(rest) >= unsettled and text.endswith(rest):
-                del self._window[:-size]
-                self._read = len(rest) - unsettled
-                self._limit = _WINDOW
-                return
-        self._limit = 2 * len(self._window)
+        """Drop tokens from the front of the window; what stays is context for those to come."""
+        rest = self._decode(self._window[-_CONTEXT:])
+        # Decoders strip a space at the start, so without text before it the next token would lose its own; and
+        # the rest must not start within a character or a run of bytes.
+        if rest and text.endswith(rest):
+            del self._window[:-_CONTEXT]
+            self._read += len(rest) - len(text)
 
     def _feed(self, text: str) -> bool:
         if self._matcher is None:
@@ -230,10 +220,12 @@ class Detokenizer:
         return self._settle()
 
     def _is_hidden(self, token: int) -> bool:
-        if token not in self._special:
-            return False
+        """Whether decoding passes the token over: a special one that is skipped, or an id without a token."""
         if token not in self._hidden:
-            self._hidden[token] = self._decode([token]) == ""
+            self._hidden[token] = self._decode([token]) == "" and (
+                self._tokenizer.convert_ids_to_tokens(token) is None
+                or self._decode([token], skip_special=False) != ""
+            )
         return self._hidden[token]
 
     def _byte(self, token: int) -> int | None:
@@ -246,10 +238,9 @@ class Detokenizer:
             self._bytes[token] = int(match[1], 16) if match and real else None
         return self._bytes[token]
 
-    def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
-        )
+    def _decode(self, ids: list[int], skip_special: bool | None = None) -> str:
+        skip = self._skip_special if skip_special is None else skip_special
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
