@@ -385,6 +385,14 @@ def test_a_stop_string_in_a_run_of_byte_tokens_ends_it_at_once() -> None:
     assert detokenizer.text == "aé\n"
 
 
+def test_a_stop_string_in_an_invalid_run_is_not_text() -> None:
+    tokenizer = byte_fallback()
+    ids = [3 + 0xE4, *encode(tokenizer, "\nb"), *encode(tokenizer, "\n")]
+    detokenizer = Detokenizer(tokenizer, ["\n"])
+    assert [detokenizer.push(token) for token in ids] == [False, False, False, True]
+    assert detokenizer.text == "\ufffd\ufffdb"
+
+
 def test_minimum_tokens_pass_stop_strings_over() -> None:
     _, detokenizer, ids = run("x x x x", ["x"], min_tokens=0)
     assert (detokenizer.text, detokenizer.kept) == ("", 1)

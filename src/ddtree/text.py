@@ -105,7 +105,7 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._matcher = StopMatcher(stop) if stop else None
         self._run_matcher: StopMatcher | None = StopMatcher(stop) if stop else None
-        self._run_bytes = codecs.getincrementaldecoder("utf-8")()
+        self._run_bytes: codecs.IncrementalDecoder | None = None
         self._in_run = False
         self._hidden: dict[int, bool] = {}
         self._bytes: dict[int, int | None] = {}
@@ -207,13 +207,15 @@ class Detokenizer:
             return False
         if not self._in_run:
             self._in_run = True
-            self._run_bytes.reset()
+            self._run_bytes = codecs.getincrementaldecoder("utf-8")()
             self._run_matcher.states = list(self._matcher.states)
+        if self._run_bytes is None:
+            return False
         try:
             text = self._run_bytes.decode(bytes([byte]))
         except UnicodeDecodeError:
-            # The run as a whole is invalid; the decoder will show no character of it.
-            self._run_bytes = codecs.getincrementaldecoder("utf-8")("ignore")
+            # The run as a whole is invalid, and no character of it will be shown.
+            self._run_bytes = None
             return False
         if self._run_matcher.feed(text, self.kept >= self._min_tokens) is None:
             return False
