@@ -354,19 +354,6 @@ def test_a_missing_seed_is_drawn_and_told() -> None:
     assert decode(sampler, 30) == decode(make(sampler.params.seed), 30)
 
 
-@pytest.mark.parametrize(
-    ("fields", "plain"),
-    [
-        ({"temperature": 0}, True),
-        ({"temperature": 0, "top_k": 4}, True),
-        ({"temperature": 0, "min_tokens": 2}, False),
-    ],
-)
-def test_plain_greedy_is_the_argmax_of_the_raw_logits(fields: dict[str, Any], plain: bool) -> None:
-    assert make(0, **fields).plain_greedy is plain
-    assert make(0, temperature=1).plain_greedy is False
-
-
 def chi_square(counts: list[int], probabilities: list[float]) -> float:
     """Wilson-Hilferty: the statistic as a standard normal."""
     total, df = sum(counts), len(counts) - 1

@@ -198,9 +198,5 @@ def couple(logq: Tensor, gumbel: Tensor, beta: float, kappa: float) -> Tensor:
         raise ConfigError(f"beta must be finite and not negative, not {beta!r}")
     if not 0.0 < kappa < float("inf"):
         raise ConfigError(f"kappa must be finite and positive, not {kappa!r}")
-    score = logq.float()
-    if beta:
-        score = torch.add(score, gumbel, alpha=beta)
-    if kappa != 1.0:
-        score = score / kappa
+    score = torch.add(logq.float(), gumbel, alpha=beta).div_(kappa)
     return torch.log_softmax(score, dim=-1)

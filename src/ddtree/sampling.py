@@ -83,11 +83,6 @@ class Sampler:
         """Whether choices are made without noise."""
         return self.params.greedy
 
-    @property
-    def plain_greedy(self) -> bool:
-        """Whether `choose` is the argmax of the raw logits, so that many nodes may be chosen for at once."""
-        return self.params.greedy and self._processors is None
-
     @torch.inference_mode()
     def choose(self, logits: Tensor, prefix: list[int], committed: int = 0) -> int:
         """The token at position len(prefix).
