@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,16 +18,24 @@ from ddtree.tree import MAX_DEPTH, DraftTree, best_first
 
 __all__ = ["DFlash", "DFlashConfig", "DFlashNet"]
 
+# More new tokens than a round commits are a prompt's, and are projected at once: their features are large.
+_AT_ONCE = MAX_DEPTH + 1
+PLAIN = (0.0, 1.0)
+
 
 class DFlash:
     """Drafts with a DFlash network (arXiv 2602.06036), as a chain or as DDTree's tree (arXiv 2604.12989).
 
-    The context cache holds committed tokens only: keys and values of the target's features, never of drafts.
+    The context cache holds committed tokens only: keys and values of the target's features, never of drafts. A
+    round's features are kept until the next draft, which projects those of all rows in one pass.
 
     Args:
-        network: the draft network, on the target's device and in its dtype.
+        network: the draft network; moved to the target's device and dtype.
         target: gives embedding and head.
         draft_ids: int64 [Vd], the target's ids of a reduced draft vocabulary; None for the whole.
+        head: own weights [Vd, H] in place of the target's head.
+        embedding: own weights [V, H] in place of the target's input embedding.
+        mask_embedding: own embedding [H] of the masked slots.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
     """
 
@@ -36,74 +45,150 @@ class DFlash:
         target: Target,
         *,
         draft_ids: Tensor | None = None,
-        coupling: tuple[float, float] = (0.0, 1.0),
+        head: Tensor | None = None,
+        embedding: Tensor | None = None,
+        mask_embedding: Tensor | None = None,
+        coupling: tuple[float, float] = PLAIN,
         name: str = "dflash",
     ) -> None:
         config = network.config
+        device, dtype = target.device, target.dtype
         self.name = name
-        self.network = network.to(target.device, target.dtype).eval()
+        self.network = network.to(device, dtype).eval()
         self.feature_layers = tuple(config.target_layer_ids)
-        self.max_depth = min(config.block_size - 1, MAX_DEPTH)
+        self.max_depth = min(config.depth, MAX_DEPTH)
         self.coupling = coupling
-        self.draft_ids = draft_ids
+        self.draft_ids = None if draft_ids is None else draft_ids.to(device)
         self.trace: Callable[[DraftRow, Tensor], None] | None = None
-        """Called with each row and its logits [L, Vd], to fit the coupling on."""
-        self._embed = target.embed
-        weight = target.head.weight
-        self._head = weight if draft_ids is None else weight[draft_ids]
-        self._device = target.device
-        self._max_tokens = target.max_context + config.block_size
-        self._cache = KVCache(self._max_tokens)
+        """Called with each row and its marginals' log-probabilities [L, Vd], to fit the coupling on."""
+        self._device = device
+        self._embedding = cast(Tensor, target.embed.weight)
+        if embedding is not None:
+            self._embedding = embedding.to(device, dtype)
+        self._mask_embedding = None if mask_embedding is None else mask_embedding.to(device, dtype)
+        self._head: Callable[[Tensor], Tensor] = target.head
+        if head is not None or self.draft_ids is not None:
+            self._head = _linear(target, self.draft_ids, head)
+        self._cache = KVCache(target.max_context + config.block_size)
+        self._unread: list[list[Tensor]] = []
 
     def add_row(self) -> None:
         self._cache.add_row()
+        self._unread.append([])
 
     def drop_row(self, row: int) -> None:
         self._cache.drop_row(row)
+        last = self._unread.pop()
+        if row < len(self._unread):
+            self._unread[row] = last
 
     @torch.inference_mode()
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
         assert features is not None, "DFlash drafts from target features"
-        self.network.remember(self._cache, row, features)
+        self._unread[row].append(features)
+        if sum(map(len, self._unread[row])) > _AT_ONCE:
+            self._read(row, row + 1)
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        logits = self._logits(rows)
+        bonus, depths = [row.tokens[-1] for row in rows], [row.depth for row in rows]
+        widest = max(_width(row) for row in rows)
+        if widest == 0:
+            return DraftTree.root(bonus, self._device)
+        logprobs = self._marginals(bonus, max(depths))
+        if self.trace is not None:
+            for row, own in zip(rows, logprobs, strict=True):
+                self.trace(row, own)
+        self._couple(rows, logprobs)
+        best = logprobs.topk(min(widest, logprobs.shape[-1]), dim=-1)
         with clock("build"):
-            if self.trace is not None:
-                for row, own in zip(rows, logits, strict=True):
-                    self.trace(row, own)
-            logprobs = self._logprobs(rows, logits)
-            chain = [row.chain for row in rows]
-            widest = 1 if all(chain) else max((row.budget for row in rows if not row.chain), default=1)
-            best = logprobs.topk(max(1, min(widest, logprobs.shape[-1])), dim=-1)
             scores, tokens = best.values, best.indices
             if self.draft_ids is not None:
                 tokens = self.draft_ids[tokens]
-            if any(chain) and not all(chain):
-                scores[torch.tensor(chain, device=self._device), :, 1:] = float("-inf")
-            budgets = [row.budget for row in rows]
-            return best_first([row.tokens[-1] for row in rows], tokens, scores, budgets, [row.depth for row in rows])
+            for index, row in enumerate(rows):
+                if row.chain:
+                    scores[index, :, 1:] = float("-inf")
+            return best_first(bonus, tokens, scores, [row.budget for row in rows], depths)
 
-    def _logits(self, rows: list[DraftRow]) -> Tensor:
-        """Marginal logits float32 [R, L, Vd] of depths 1..L."""
-        config = self.network.config
-        block = torch.full((len(rows), config.block_size), config.mask_token_id, device=self._device)
-        # The bonus token anchors the block: its slot is no mask, and its own output is not used.
-        block[:, 0] = torch.tensor([row.tokens[-1] for row in rows], device=self._device)
-        hidden = self.network.draft(self._cache, self._embed(block))
-        return (hidden[:, 1 : self.max_depth + 1] @ self._head.T).float()
+    def _read(self, start: int, stop: int) -> None:
+        """Project the features kept for rows start..stop-1 and append their keys and values to the context."""
+        counts = [sum(map(len, parts)) for parts in self._unread[start:stop]]
+        most = max(counts)
+        if most == 0:
+            return
+        features = torch.nn.utils.rnn.pad_sequence(
+            [torch.cat(parts) if parts else self._no_features() for parts in self._unread[start:stop]],
+            batch_first=True,
+        )
+        positions = self._positions(start, stop, most)
+        self._cache.open(start, stop, most)
+        self.network.inject(self.network.context(features), positions, self._cache)
+        self._cache.advance()
+        self._cache.commit([list(range(count)) for count in counts])
+        self._unread[start:stop] = [[] for _ in counts]
 
-    def _logprobs(self, rows: list[DraftRow], logits: Tensor) -> Tensor:
-        """Scores of the candidates: log-probabilities, coupled to the noise of rows that have it."""
+    def _marginals(self, bonus: list[int], depth: int) -> Tensor:
+        """Log-probabilities float32 [R, L, Vd] of depths 1..L after each row's context and bonus token."""
+        config, rows = self.network.config, len(bonus)
+        self._read(0, rows)
+        block = torch.full((rows, config.block_size), config.mask_token_id, device=self._device)
+        block[:, 0] = torch.tensor(bonus, device=self._device)
+        slots = self.network.embed(self._embedding, block)
+        if self._mask_embedding is not None:
+            slots[:, 1:] = self._mask_embedding
+        positions = self._positions(0, rows, config.block_size)
+        # The block's columns are never committed: the next one overwrites them.
+        width = self._cache.open(0, rows, config.block_size)
+        columns = torch.arange(width, device=self._device).expand(rows, width)
+        mask = None
+        if min(self._cache.lengths) < max(self._cache.lengths):
+            mask = (columns <= positions[:, -1:])[:, None].expand(-1, config.block_size, -1)
+        hidden = self.network.block(slots, positions, self._cache, columns, mask)
+        first = config.first_slot
+        logits = self._head(hidden[:, first : first + depth].contiguous())
+        return self.network.logits(logits).log_softmax(dim=-1)
+
+    def _couple(self, rows: list[DraftRow], logprobs: Tensor) -> None:
+        """Replace the log-probabilities of sampling rows by their chances under the row's noise.
+
+        The target picks argmax(log p / T + g), which is argmax(log p + T * g): in that form the drafter's error, and
+        so the fitted kappa, do not depend on the temperature.
+        """
         beta, kappa = self.coupling
-        logprobs = logits.log_softmax(-1)
-        if (beta, kappa) == (0.0, 1.0):
-            return logprobs
+        if self.coupling == PLAIN:
+            return
         for index, row in enumerate(rows):
-            if row.noise is not None:
-                first = len(row.tokens)
-                noise = [row.noise.gumbel(first + d, self.draft_ids) for d in range(logits.shape[1])]
-                own = (logits[index] / row.temperature).log_softmax(-1)
-                logprobs[index] = couple(own, torch.stack(noise), beta, kappa)
-        return logprobs
+            if row.noise is None or row.depth == 0:
+                continue
+            # Whole rows of noise, because verification reads the same ones.
+            noise = row.noise.rows(range(len(row.tokens), len(row.tokens) + row.depth))
+            if self.draft_ids is not None:
+                noise = noise[:, self.draft_ids]
+            own = logprobs[index, : row.depth]
+            own.copy_(couple(own, noise, beta * row.temperature, kappa))
+
+    def _positions(self, start: int, stop: int, count: int) -> Tensor:
+        """int64 [stop - start, count], from each row's committed length on."""
+        lengths = torch.tensor(self._cache.lengths[start:stop], device=self._device)
+        return lengths[:, None] + torch.arange(count, device=self._device)
+
+    def _no_features(self) -> Tensor:
+        weight = self.network.fc.weight
+        return weight.new_zeros((0, weight.shape[1]))
+
+
+def _width(row: DraftRow) -> int:
+    """Candidates that a row's tree can use at a depth."""
+    if row.depth == 0 or row.budget == 0:
+        return 0
+    return 1 if row.chain else row.budget
+
+
+def _linear(target: Target, draft_ids: Tensor | None, own: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """A head of its own weights, or of the target's rows of the draft vocabulary."""
+    if own is not None:
+        weight, bias = own.to(target.device, target.dtype), None
+    else:
+        weight, bias = cast(Tensor, target.head.weight)[draft_ids], getattr(target.head, "bias", None)
+        bias = None if bias is None else bias[draft_ids]
+    return lambda hidden: torch.nn.functional.linear(hidden, weight, bias)
