@@ -1,5 +1,6 @@
 """Tiny random models of every supported family, shared by the tests."""
 
+import copy
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "layer_types": _MIXED,
             "attn_logit_softcapping": 5.0,
             "final_logit_softcapping": 8.0,
+            # The plain forward of transformers 5.17 would pick sdpa, which leaves the capping out.
+            "attn_implementation": "eager",
         },
     ),
     "gemma3": (
@@ -82,3 +85,51 @@ def model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
 def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+
+
+def network(target_model: Any, block_size: int = 8, seed: int = 0) -> Any:
+    """A random DFlash network that fits a tiny model."""
+    from ddtree.drafters.dflash import DFlashConfig, DFlashNet
+
+    torch.manual_seed(seed)
+    vocab = target_model.config.vocab_size
+    return DFlashNet(
+        DFlashConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=48,
+            vocab_size=vocab,
+            block_size=block_size,
+            mask_token_id=vocab - 1,
+            target_layer_ids=(0, 1),
+            num_target_layers=2,
+        )
+    )
+
+
+def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
+    """A drafter for a tiny model: "chain" or "tree" (DFlash, random), "lookup", "draft" (the model itself, with its
+    weights shaken), or "merged" (all of them)."""
+    from ddtree.drafters.dflash import DFlash
+    from ddtree.drafters.draft_model import DraftModel
+    from ddtree.drafters.lookup import Lookup
+    from ddtree.drafters.merged import Merged
+    from ddtree.target import Target
+
+    coupling = (0.8, 1.2) if coupled else (0.0, 1.0)
+    target = Target(target_model)
+    if kind == "lookup":
+        return Lookup(vocab_size=target.vocab_size, coupling=coupling)
+    if kind == "draft":
+        shaken = copy.deepcopy(target_model)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in shaken.parameters():
+                parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+        return DraftModel(Target(shaken), coupling=coupling)
+    if kind == "merged":
+        return Merged([drafter(part, target_model, coupled) for part in ("tree", "lookup", "draft")])
+    return DFlash(network(target_model), target, coupling=coupling)
