@@ -72,3 +72,22 @@ def test_a_chain_is_accepted_up_to_its_first_wrong_slot():
     given[0, 1] = 0.0
     loss = block_loss(given, blocks, HIDDEN, Vocabulary(None, HEAD), gamma=4.0, soft=0.0)
     assert (loss.accepted, loss.blocks) == (1 + 3, 2)
+
+
+@pytest.mark.parametrize("soft", [0.0, 0.3, 1.0])
+def test_the_gradient_is_autograds(soft):
+    blocks = pack(TEXT, torch.tensor([2, 5, 10]), block=4, mask_id=0)
+    vocabulary = Vocabulary(torch.tensor([1, 2, 3, 5, 6, 8]), HEAD)
+    ours = scores(3, 3, 6).requires_grad_()
+    loss = block_loss(ours, blocks, HIDDEN, vocabulary, gamma=4.0, soft=soft)
+    (loss.total / 7).backward()
+    plain = scores(3, 3, 6).requires_grad_()
+    labels = vocabulary.index(blocks.labels)
+    weights = slot_weights(3, 4.0) * (labels != IGNORED)
+    label = (1 - soft) * torch.nn.functional.one_hot(labels.clamp(min=0), 6)
+    before = blocks.positions.view(3, 4)[:, :-1].clamp(max=len(HIDDEN) - 1)
+    label = label + soft * vocabulary.logits(HIDDEN).softmax(-1)[before]
+    expected = -((label * plain.log_softmax(-1)).sum(-1) * weights).sum()
+    (expected / 7).backward()
+    torch.testing.assert_close(loss.total, expected)
+    torch.testing.assert_close(ours.grad, plain.grad)

@@ -9,6 +9,7 @@ second has less noise, which is worth most where answers are few.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,19 +87,64 @@ def block_loss(
     labels = vocabulary.index(blocks.labels)
     counted = labels != IGNORED
     weights = slot_weights(labels.shape[1], gamma) * counted
-    logprobs = scores.log_softmax(dim=-1)
-    hard = -logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    objective = hard
+    anchors = blocks.positions.view(len(labels), -1)[:, 0].tolist()
+    teacher, first = None, min(anchors)
     if soft:
         with torch.no_grad():
-            teacher = vocabulary.logits(hidden).softmax(dim=-1)
-            before = blocks.positions.view(len(labels), -1)[:, :-1].clamp(max=len(hidden) - 1)
-        objective = (1 - soft) * hard - soft * (teacher[before] * logprobs).sum(dim=-1)
-    right = (scores.argmax(dim=-1) == labels) & counted
+            teacher = vocabulary.logits(hidden[first : max(anchors) + labels.shape[1]]).softmax(dim=-1)
+            beyond = max(anchors) + labels.shape[1] - first - len(teacher)
+            teacher = functional.pad(teacher, (0, 0, 0, max(0, beyond)))
+    places = [anchor - first for anchor in anchors]
+    total, hard, best = _CrossEntropy.apply(scores, labels.clamp(min=0), weights, teacher, places, soft)
+    right = (best == labels) & counted
     return Loss(
-        total=(objective * weights).sum(),
-        hard=float((hard.detach() * weights).sum()),
+        total=total,
+        hard=float((hard * weights).sum()),
         weight=float(weights.sum()),
         accepted=int(right.int().cumprod(dim=1).sum()),
         blocks=len(labels),
     )
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Weighted cross-entropy with the label (1 - soft) * [token that came] + soft * teacher.
+
+    The gradient, weight * (softmax - label), is made in the forward in one buffer. On CPU the passes over [slots,
+    vocabulary] that autograd would make cost as much as the drafter itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        teacher: Tensor | None,
+        places: list[int],
+        soft: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradient = scores.softmax(dim=-1)
+        best = scores.argmax(dim=-1)
+        top = best[..., None]
+        # The largest probability is at least 1 / D, so its logarithm is safe where that of a label's might not be.
+        normalizer = (scores.gather(-1, top) - gradient.gather(-1, top).log())[..., 0]
+        hard = normalizer - scores.gather(-1, labels[..., None])[..., 0]
+        loss = hard
+        if teacher is not None:
+            slots = scores.shape[1]
+            mean = torch.empty_like(hard)
+            for block, place in enumerate(places):
+                expected = teacher[place : place + slots]
+                mean[block] = torch.linalg.vecdot(expected, scores[block])
+                gradient[block].sub_(expected, alpha=soft)
+            loss = (1 - soft) * hard + soft * (normalizer - mean)
+        gradient.scatter_add_(-1, labels[..., None], torch.full_like(hard, soft - 1)[..., None])
+        gradient.mul_(weights[..., None])
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(hard, best)
+        return (loss * weights).sum(), hard, best
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0], None, None, None, None, None
