@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import cast
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddtree.cache import KVCache
-from ddtree.drafters import DraftRow
+from ddtree.drafters import DraftRow, checkpoint
 from ddtree.drafters.dflash_net import DFlashConfig, DFlashNet
 from ddtree.noise import couple
 from ddtree.stats import Clock
@@ -192,3 +193,30 @@ def _linear(target: Target, draft_ids: Tensor | None, own: Tensor | None) -> Cal
         weight, bias = cast(Tensor, target.head.weight)[draft_ids], getattr(target.head, "bias", None)
         bias = None if bias is None else bias[draft_ids]
     return lambda hidden: torch.nn.functional.linear(hidden, weight, bias)
+
+
+def load(name: str | os.PathLike[str], target: Target) -> DFlash:
+    """The DFlash drafter of a folder or hub id, checked against its target.
+
+    Raises:
+        CheckpointError: it cannot be read or does not fit; the message says why.
+    """
+    found = checkpoint.read(name)
+    checkpoint.check(found, target)
+    return DFlash(
+        found.network(),
+        target,
+        draft_ids=found.draft_ids,
+        head=_own(found.head, target.head) if found.draft_ids is None else found.head,
+        embedding=_own(found.embedding, target.embed),
+        mask_embedding=found.mask_embedding,
+        coupling=found.layout.coupling,
+    )
+
+
+def _own(weight: Tensor | None, module: torch.nn.Module) -> Tensor | None:
+    """A checkpoint's copy of the target's weights is not kept beside them."""
+    theirs = cast(Tensor, module.weight)
+    if weight is not None and torch.equal(weight.to(theirs.device, theirs.dtype), theirs):
+        return None
+    return weight

@@ -37,7 +37,7 @@ class DFlashConfig:
         block_size: slots of a block, the bonus token's included.
         mask_token_id: token whose embedding fills the slots to predict.
         target_layer_ids: target layers (0-based) whose outputs are the features, in order.
-        num_target_layers: layers of the target it was made for.
+        num_target_layers: layers of the target it was made for; None when the checkpoint does not say.
         windows: sliding window of each layer, the query's own position included; None for full attention.
             Empty when all layers are full.
         causal: for each layer, whether a slot sees only earlier ones. Empty when none is.
@@ -58,7 +58,7 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
     attention_bias: bool = False
