@@ -1,0 +1,238 @@
+"""A small language model as drafter, grown level by level as in EAGLE-2 (arXiv 2406.16858) and SpecInfer (2305.09781).
+
+Each level is one pass of the draft model over the best prefixes of the level before, which see their own ancestors
+only. All children scored on the way are candidates; the best of them under the budget are the tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ddtree.cache import KVCache
+from ddtree.drafters import DraftRow
+from ddtree.errors import CheckpointError, ConfigError
+from ddtree.noise import couple
+from ddtree.stats import Clock
+from ddtree.target import Target
+from ddtree.tree import MAX_DEPTH, DraftTree, grow, prune
+
+MAX_WIDTH = 32
+PLAIN = (0.0, 1.0)
+# Longer backlogs (prompts) are processed a row at a time, without padding; a round commits no more than this.
+_AT_ONCE = MAX_DEPTH + 1
+
+
+def check_vocabulary(draft: Target, target: Target) -> None:
+    """Raise CheckpointError unless token ids mean the same to both models.
+
+    Embeddings may be padded differently, and one of the tokenizers may know more tokens than the other.
+    """
+    if draft.tokenizer is None or target.tokenizer is None:
+        if draft.vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"the draft model has {draft.vocab_size} tokens and the target {target.vocab_size}: "
+                "use a draft model with the target's vocabulary"
+            )
+        return
+    small, large = sorted((draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()), key=len)
+    clash = next((token for token, number in small.items() if large.get(token) != number), None)
+    if clash is not None:
+        raise CheckpointError(
+            f"token {clash!r} is {small[clash]} in one vocabulary and {large.get(clash, 'absent')} in the other: "
+            "use a draft model with the target's vocabulary"
+        )
+
+
+class DraftModel:
+    """Drafts with a causal LM that has the target's vocabulary.
+
+    Its cache holds committed tokens only; they are processed when the next draft is asked for, so that the first
+    token of an answer does not wait for them. A text longer than the draft model's context is not drafted.
+
+    Args:
+        draft: the draft model.
+        target: the model to draft for.
+        width: prefixes expanded a level and children looked at of each, 1..32.
+        coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
+
+    Raises:
+        CheckpointError: the vocabularies differ.
+        ConfigError: an argument is out of range.
+    """
+
+    name = "draft-model"
+    feature_layers: tuple[int, ...] = ()
+    max_depth = MAX_DEPTH
+
+    def __init__(
+        self,
+        draft: Target,
+        target: Target,
+        *,
+        width: int = 10,
+        coupling: tuple[float, float] = PLAIN,
+    ) -> None:
+        if not 1 <= width <= MAX_WIDTH:
+            raise ConfigError(f"width={width} is outside 1..{MAX_WIDTH}: give a whole number in that range")
+        couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
+        check_vocabulary(draft, target)
+        self.model = draft
+        self.width = width
+        self.coupling = coupling
+        self.vocab_size = min(draft.vocab_size, target.vocab_size)
+        self._device = target.device
+        self._cache = draft.new_cache()
+        self._backlog: list[list[int]] = []
+
+    def add_row(self) -> None:
+        self._cache.add_row()
+        self._backlog.append([])
+
+    def drop_row(self, row: int) -> None:
+        self._cache.drop_row(row)
+        last = self._backlog.pop()
+        if row < len(self._backlog):
+            self._backlog[row] = last
+
+    def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
+        self._backlog[row] += tokens
+
+    @torch.inference_mode()
+    def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        bonus = [row.tokens[-1] for row in rows]
+        budgets = [row.budget for row in rows]
+        depths = [self._depth(row) for row in rows]
+        if not any(depths):
+            return DraftTree.root(bonus, self._device)
+        growth = _Growth(self, self._cache, rows, self._catch_up(depths), depths)
+        width = min(self.width, 1 if all(row.chain for row in rows) else max(budgets))
+        keep = max(width, min(max(budgets), self.width * width))
+        tree = grow(bonus, growth, width, max(depths), keep=keep, device=self.model.device)
+        self._cache.commit([list(range(len(part))) for part in growth.backlog])
+        for index, depth in enumerate(depths):
+            if depth:
+                self._backlog[index] = []
+        with clock("build"):
+            tree = prune(tree, budgets, depths=depths)
+        return DraftTree(
+            tree.tokens.to(self._device),
+            tree.parents.to(self._device),
+            tree.depths.to(self._device),
+            tree.logprobs.to(self._device),
+            tree.sizes,
+        )
+
+    def _depth(self, row: DraftRow) -> int:
+        """How deep a row can be drafted: the draft model's context must hold every prefix that is expanded."""
+        room = self.model.max_context + 1 - len(row.tokens)
+        return max(0, min(row.depth, room)) if row.budget else 0
+
+    def _catch_up(self, depths: list[int]) -> list[list[int]]:
+        """Process what is long of the drafted rows' backlogs; returns what remains to be processed of each row."""
+        for row, (backlog, depth) in enumerate(zip(self._backlog, depths, strict=True)):
+            if depth and len(backlog) > _AT_ONCE:
+                for _ in self.model.prefill(self._cache, row, backlog):
+                    pass
+                self._backlog[row] = []
+        return [backlog if depth else [] for backlog, depth in zip(self._backlog, depths, strict=True)]
+
+
+class _Growth:
+    """A scorer that runs the draft model over each level's prefixes, until no deeper one can be among the best.
+
+    Nodes stay in the cache as pending columns, after the backlog and the root.
+    """
+
+    def __init__(
+        self,
+        drafter: DraftModel,
+        cache: KVCache,
+        rows: list[DraftRow],
+        backlog: list[list[int]],
+        depths: list[int],
+    ) -> None:
+        self.backlog = backlog
+        self._drafter = drafter
+        self._model = drafter.model
+        self._cache = cache
+        self._rows = rows
+        self._depths = depths
+        device = self._model.device
+        self._offsets = torch.tensor([len(part) for part in backlog], device=device)
+        self._budgets = torch.tensor([row.budget for row in rows], device=device)
+        self._chains = torch.tensor([row.chain for row in rows], device=device)
+        self._temperatures = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
+        # Children of the last level, their scores, and the pending columns that their parents see.
+        self._tokens = self._scores = self._seen = torch.empty(0, device=device)
+        self._best = torch.zeros(len(rows), 0, device=device)
+
+    def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if depth == 1:
+            scores = torch.zeros(tokens.shape, device=tokens.device)
+            logits = self._first(tokens)
+        else:
+            scores = self._scores_of(parents, tokens)
+            if self._finished(depth, scores):
+                return tokens[:, :, None], torch.full_like(scores, float("-inf"))[:, :, None]
+            logits = self._next(depth, parents, tokens)
+        children, logprobs = self._children(logits, depth)
+        self._tokens, self._scores = children, scores[:, :, None] + logprobs
+        return children, logprobs
+
+    def _first(self, bonus: Tensor) -> Tensor:
+        """Run backlog and bonus token of each row, padded on the right; logits [R, 1, V] after the bonus token."""
+        sizes = [len(part) for part in self.backlog]
+        most, least = max(sizes), min(sizes)
+        tokens = torch.tensor(
+            [part + [0] * (most + 1 - len(part)) for part in self.backlog], device=bonus.device
+        )
+        tokens.scatter_(1, self._offsets[:, None], bonus)
+        columns = torch.arange(most + 1, device=bonus.device)
+        depths = columns.minimum(self._offsets[:, None])
+        self._seen = (columns <= self._offsets[:, None])[:, None]
+        logits = self._run(tokens, depths, None, keep=most + 1 - least)
+        return logits[torch.arange(len(sizes), device=bonus.device), self._offsets - least][:, None]
+
+    def _next(self, depth: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Run a level's prefixes; logits [R, W, V] after them."""
+        rows, width = tokens.shape
+        seen = self._seen.gather(1, parents[:, :, None].expand(-1, -1, self._seen.shape[2]))
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+        self._seen = torch.cat([seen, own], dim=2)
+        depths = (self._offsets + depth - 1)[:, None].expand(rows, width)
+        return self._run(tokens, depths, self._seen, keep=0)
+
+    def _run(self, tokens: Tensor, depths: Tensor, visible: Tensor | None, keep: int) -> Tensor:
+        # Ids that only the target has can stand in a text; any other token will do in their place.
+        known = tokens.clamp(max=self._drafter.vocab_size - 1)
+        logits = self._model.extend(self._cache, known, depths, visible, keep=keep).logits
+        assert logits is not None
+        return logits[..., : self._drafter.vocab_size]
+
+    def _children(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        logq = torch.log_softmax(logits.float() / self._temperatures[:, None, None], dim=-1)
+        if self._drafter.coupling != PLAIN:
+            for index, row in enumerate(self._rows):
+                if row.noise is not None:
+                    gumbel = row.noise.gumbel(len(row.tokens) - 1 + depth)[: logq.shape[-1]]
+                    logq[index] = couple(logq[index], gumbel.to(logq.device), *self._drafter.coupling)
+        logprobs, tokens = logq.topk(min(self._drafter.width, logq.shape[-1]), dim=-1)
+        logprobs[:, :, 1:].masked_fill_(self._chains[:, None, None], float("-inf"))
+        return tokens, logprobs
+
+    def _scores_of(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Log-probabilities [R, W] of the prefixes that were kept of the last call's children."""
+        places = parents[:, :, None].expand(-1, -1, self._tokens.shape[2])
+        same = self._tokens.gather(1, places) == tokens[:, :, None]
+        return self._scores.gather(1, places).masked_fill(~same, float("-inf")).amax(dim=2)
+
+    def _finished(self, depth: int, scores: Tensor) -> bool:
+        """Whether every row has its budget full of nodes that no child of these prefixes can beat."""
+        most = int(self._budgets.max())
+        found = torch.cat([self._best, self._scores.flatten(1)], dim=1)
+        self._best = found.topk(min(most, found.shape[1]), dim=1).values
+        padded = torch.nn.functional.pad(self._best, (0, most - self._best.shape[1]), value=float("-inf"))
+        last = padded.gather(1, (self._budgets - 1).clamp(min=0)[:, None])
+        reached = torch.tensor([own < depth for own in self._depths], device=scores.device)
+        return bool((reached[:, None] | (scores <= last)).all())

@@ -1,0 +1,80 @@
+"""Several drafters, one tree, one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ddtree.drafters import Drafter, DraftRow
+from ddtree.errors import ConfigError
+from ddtree.stats import Clock
+from ddtree.tree import DraftTree, merge
+
+
+class Merged:
+    """The union of several drafters' trees, cut to each row's budget by score; see `ddtree.tree.merge`.
+
+    Every drafter drafts with the whole budget, since any of them may turn out to hold the best nodes. A row that
+    wants a chain gets the one with the most accepted tokens to be expected.
+
+    Args:
+        drafters: at least one, not yet in use; of equal scores the earlier one's come first.
+
+    Raises:
+        ConfigError: there is no drafter, or one is named twice.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise ConfigError("drafters=[] holds no drafter to merge: give at least one")
+        if len({id(drafter) for drafter in drafters}) < len(drafters):
+            raise ConfigError("a drafter is given twice: each keeps its own state of every row")
+        self.drafters = list(drafters)
+        self.name = "+".join(drafter.name for drafter in drafters)
+        layers = [layer for drafter in drafters for layer in drafter.feature_layers]
+        self.feature_layers = tuple(sorted(set(layers)))
+        self.max_depth = max(drafter.max_depth for drafter in drafters)
+
+    def add_row(self) -> None:
+        for drafter in self.drafters:
+            drafter.add_row()
+
+    def drop_row(self, row: int) -> None:
+        for drafter in self.drafters:
+            drafter.drop_row(row)
+
+    def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
+        for drafter in self.drafters:
+            drafter.observe(row, tokens, self._features_for(drafter, features))
+
+    def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        trees = []
+        for drafter in self.drafters:
+            own = [replace(row, depth=min(row.depth, drafter.max_depth)) for row in rows]
+            trees.append(drafter.draft(own, clock))
+        with clock("build"):
+            if any(row.chain for row in rows):
+                trees = _one_chain(rows, trees)
+            return merge(trees, [row.budget for row in rows])
+
+    def _features_for(self, drafter: Drafter, features: Tensor | None) -> Tensor | None:
+        """The columns of a drafter's own layers, in its order, out of those of all layers [n, F * H]."""
+        if features is None or not drafter.feature_layers:
+            return None
+        if drafter.feature_layers == self.feature_layers:
+            return features
+        places = [self.feature_layers.index(layer) for layer in drafter.feature_layers]
+        return features.unflatten(1, (len(self.feature_layers), -1))[:, places].flatten(1)
+
+
+def _one_chain(rows: list[DraftRow], trees: list[DraftTree]) -> list[DraftTree]:
+    """The trees, with all but the best chain of a row that wants one cut back to their roots."""
+    expected = [tree.logprobs.exp().sum(dim=1).tolist() for tree in trees]
+    best = [max(range(len(trees)), key=lambda place: expected[place][index]) for index in range(len(rows))]
+    budgets = [
+        [0 if row.chain and best[index] != place else tree.sizes[index] - 1 for index, row in enumerate(rows)]
+        for place, tree in enumerate(trees)
+    ]
+    return [tree.truncate(own) for tree, own in zip(trees, budgets, strict=True)]
