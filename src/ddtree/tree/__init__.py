@@ -1,4 +1,4 @@
-"""Draft trees: made level by level or best first, pruned, merged, masked and walked. Tensors only; knows no model."""
+"""Draft trees: grown, built best first, pruned, merged, masked and walked. Tensors only; knows no model."""
 
 from ddtree.tree.best_first import best_first
 from ddtree.tree.draft_tree import MAX_BUDGET, MAX_DEPTH, DraftTree

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree.errors import ConfigError
-from ddtree.tree.deviations import best_prefixes
+from ddtree.tree.costs import ABSENT, UNIT, array_costs_of, cheapest, costs_of
+from ddtree.tree.deviations import Prefixes, best_prefixes
 from ddtree.tree.draft_tree import MAX_BUDGET, MAX_DEPTH, DraftTree, check_each
 from ddtree.tree.grow import assemble
-from ddtree.tree.prune import best
+from ddtree.tree.heap import pop_order
+
+# Nodes in all up to which a plain heap is quicker on the CPU than vectorised rounds.
+_SMALL = 96
 
 
-@torch.no_grad()
 def best_first(
     bonus: list[int], tokens: Tensor, logprobs: Tensor, budgets: list[int], depths: list[int]
 ) -> DraftTree:
     """The likeliest prefixes when each depth has its own distribution, whatever was chosen before.
 
     Nodes come in the pop order of a best-first heap: by score, ties by depth, then rank, then the parent's
-    place. A score is the parent's score plus the token's log-probability, in float32.
+    place. Scores are summed and compared exactly; see `costs`.
 
     Args:
         bonus: the root's token of each row.
@@ -43,67 +47,82 @@ def best_first(
     width, depth = max(budgets), min(max(depths), tokens.shape[1])
     if width == 0 or depth == 0 or tokens.shape[2] == 0:
         return DraftTree.root(bonus, tokens.device)
-    tokens, logprobs = tokens[:, :depth, :width], logprobs[:, :depth, :width].float()
-    if tokens.device.type == "cpu":
-        return _on_cpu(bonus, tokens, logprobs, budgets, depths)
-    return _level_by_level(bonus, tokens, logprobs, depths, width).truncate(budgets)
+    tokens, logprobs = tokens[:, :depth, :width], logprobs[:, :depth, :width]
+    build = _on_cpu if tokens.device.type == "cpu" else _level_by_level
+    return build(bonus, tokens, logprobs, budgets, depths)
 
 
 def _on_cpu(
     bonus: list[int], tokens: Tensor, logprobs: Tensor, budgets: list[int], depths: list[int]
 ) -> DraftTree:
-    costs = np.maximum(0 - logprobs.numpy(), 0)
-    for row, depth in enumerate(depths):
-        costs[row, depth:] = np.inf
-    row, level, rank, cost, parent = best_prefixes(costs, budgets)
+    values = logprobs.detach().float().numpy()
+    nodes = None
+    if sum(budgets) > _SMALL:
+        nodes = best_prefixes(values, budgets, depths)
+    if nodes is None:
+        nodes = _by_heap(values, budgets, depths)
+    row, level, rank, cost, parent = nodes
     rows = len(bonus)
-    if rows == 1:
-        sizes, place = [len(row) + 1], np.arange(1, len(row) + 1)
-        parent = parent + 1
-    else:
-        counts = np.bincount(row, minlength=rows)
-        sizes = (counts + 1).tolist()
-        place = np.arange(1, len(row) + 1) - (counts.cumsum() - counts)[row]
-        parent = np.append(place, 0)[parent]
-    nodes = max(sizes)
-    at = row * nodes + place
-    whole = np.zeros((3, rows * nodes), np.int64)
-    whole[0, ::nodes] = bonus
-    whole[0, at] = tokens.numpy()[row, level - 1, rank]
-    whole[1, at] = parent
-    whole[2, at] = level
-    scores = np.full(rows * nodes, -np.inf, np.float32)
-    scores[::nodes] = 0
-    scores[at] = 0 - cost
-    return DraftTree(
-        *torch.from_numpy(whole.reshape(3, rows, nodes)),
-        torch.from_numpy(scores.reshape(rows, nodes)),
-        sizes,
-    )
+    counts = np.bincount(row, minlength=rows)
+    place = np.arange(1, len(row) + 1) - (counts.cumsum() - counts)[row]
+    places = np.zeros(len(row) + 1, np.int64)
+    places[:-1] = place
+    length = int(counts.max()) + 1
+    at = row * length + place
+    columns = np.zeros((3, rows * length), np.int64)
+    columns[0, ::length] = bonus
+    columns[0, at] = tokens.numpy()[row, level, rank]
+    columns[1, at] = places[parent]
+    columns[2, at] = level + 1
+    scores = np.full(rows * length, -np.inf, np.float32)
+    scores[::length] = 0
+    scores[at] = cost * -UNIT
+    tree_tokens, parents, tree_depths = torch.from_numpy(columns.reshape(3, rows, length)).unbind()
+    tree_scores = torch.from_numpy(scores.reshape(rows, length))
+    return DraftTree(tree_tokens, parents, tree_depths, tree_scores, (counts + 1).tolist())
 
 
+def _by_heap(values: NDArray[np.float32], budgets: list[int], depths: list[int]) -> Prefixes:
+    """As `best_prefixes`, row by row."""
+    rows: list[int] = []
+    columns: tuple[list[int], ...] = ([], [], [], [])
+    for row, (budget, depth) in enumerate(zip(budgets, depths, strict=True)):
+        if budget == 0 or depth == 0:
+            continue
+        nodes = pop_order(array_costs_of(values[row, :depth, :budget]).tolist(), budget)
+        parents = nodes[-1]
+        if rows:
+            # Places count on from the rows before; the root stays -1.
+            parents = [parent + len(rows) if parent >= 0 else -1 for parent in parents]
+        rows += [row] * len(parents)
+        for column, part in zip(columns, (*nodes[:-1], parents), strict=True):
+            column += part
+    return Prefixes(np.array(rows, np.int64), *(np.array(column, np.int64) for column in columns))
+
+
+@torch.no_grad()
 def _level_by_level(
-    bonus: list[int], tokens: Tensor, logprobs: Tensor, depths: list[int], width: int
+    bonus: list[int], tokens: Tensor, logprobs: Tensor, budgets: list[int], depths: list[int]
 ) -> DraftTree:
-    """The `width` best of each level, on the device, with no host round trip until the end.
+    """The best of each level, on the device, with no host round trip until the end.
 
-    Child j of the i-th best prefix of a level is beaten by the children up to j of the prefixes up to i, so only
-    pairs with (i + 1)(j + 1) <= width count.
+    Child j of the i-th best prefix of a level is beaten by the children up to j of the prefixes up to i, so of
+    B nodes only pairs with (i + 1)(j + 1) <= B count.
     """
-    levels = torch.arange(tokens.shape[1], device=tokens.device)
-    beyond = levels >= torch.tensor(depths, device=tokens.device)[:, None]
-    logprobs = logprobs.clamp(max=0).masked_fill(beyond[:, :, None], float("-inf"))
-    root = DraftTree.root(bonus, tokens.device)
-    grown_levels = [(root.tokens, root.parents, root.logprobs)]
-    first, scores = 0, root.logprobs
+    device, width = tokens.device, max(budgets)
+    beyond = torch.arange(tokens.shape[1], device=device) >= torch.tensor(depths, device=device)[:, None]
+    steps = costs_of(logprobs).masked_fill(beyond[:, :, None], ABSENT)
+    root = DraftTree.root(bonus, device)
+    levels = [(root.tokens, root.parents, root.parents)]
+    first, costs = 0, root.parents
     for level in range(tokens.shape[1]):
-        ranks, slots = _pairs(tokens.shape[2], scores.shape[1], width, tokens.device)
-        grown = scores[:, slots] + logprobs[:, level, ranks]
-        picked = best(grown, min(width, grown.shape[1]))
-        scores = grown.gather(1, picked)
-        grown_levels.append((tokens[:, level].gather(1, ranks[picked]), slots[picked] + first, scores))
-        first += grown_levels[-2][0].shape[1]
-    return assemble(grown_levels)
+        ranks, slots = _pairs(tokens.shape[2], costs.shape[1], width, device)
+        grown = costs[:, slots] + steps[:, level, ranks]
+        picked = cheapest(grown, min(width, grown.shape[1]))
+        costs = grown.gather(1, picked)
+        levels.append((tokens[:, level].gather(1, ranks[picked]), slots[picked] + first, costs))
+        first += levels[-2][0].shape[1]
+    return assemble(levels).truncate(budgets)
 
 
 def _pairs(ranks: int, prefixes: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -17,15 +17,15 @@ MAX_DEPTH = 16
 class DraftTree:
     """A batch of R draft trees, each padded to N nodes; node 0 is the root, which holds the bonus token.
 
-    The nodes of a row stand in the order of their score, so that its first nodes are the tree of a smaller budget.
+    The nodes of a row stand in the order of their score: its first nodes are its tree of a smaller budget.
     Padding has token 0, parent 0, depth 0 and log-probability -inf.
 
     Attributes:
         tokens: int64 [R, N].
         parents: int64 [R, N], index of the parent, smaller than the node's own; 0 for the root.
         depths: int64 [R, N], 0 for the root, at most 16.
-        logprobs: float32 [R, N], log-probability of the node's prefix under the drafter: the parent's plus the
-            token's own, added in float32 from the root down; 0 for the root.
+        logprobs: float32 [R, N], log-probability of the node's prefix under the drafter, at most the parent's;
+            0 for the root.
         sizes: nodes in use of each row, root included.
     """
 
@@ -40,7 +40,7 @@ class DraftTree:
         """Trees of the root alone: one row for each bonus token."""
         tokens = torch.tensor(bonus, dtype=torch.int64, device=device).reshape(-1, 1)
         zeros = torch.zeros_like(tokens)
-        return DraftTree(tokens, zeros, zeros, torch.zeros_like(tokens, dtype=torch.float32), [1] * len(bonus))
+        return DraftTree(tokens, zeros, zeros, zeros.float(), [1] * len(bonus))
 
     @staticmethod
     def stack(trees: list[DraftTree]) -> DraftTree:
@@ -118,8 +118,9 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
 
 
 def check_each(name: str, values: list[int], rows: int, low: int, high: int) -> None:
-    """Raise ConfigError unless there is a value within low..high for each row."""
+    """Raise ConfigError unless there is a whole number within low..high for each row."""
     if len(values) != rows:
         raise ConfigError(f"{name} has {len(values)} entries for {rows} rows: give one for each row")
-    for value in values:
-        check_range(name, value, low, high)
+    if rows and not (set(map(type, values)) == {int} and low <= min(values) and max(values) <= high):
+        for value in values:
+            check_range(name, value, low, high)

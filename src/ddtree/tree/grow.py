@@ -7,8 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ddtree.tree.costs import ABSENT, cheapest, costs_of, logprobs_of
 from ddtree.tree.draft_tree import MAX_BUDGET, MAX_DEPTH, DraftTree, check_range
-from ddtree.tree.prune import best, reorder
+from ddtree.tree.prune import reorder
 
 
 class Scorer(Protocol):
@@ -19,14 +20,14 @@ class Scorer(Protocol):
 
         Args:
             depth: depth of the children, 1, 2, ...
-            parents: int64 [R, W]; for each kept prefix, the place of its parent among the prefixes of the call
-                before, so that the scorer can gather its own state of each branch. All 0 at depth 1, where W = 1
-                and the prefix is the root.
+            parents: int64 [R, W]; for each kept prefix, the place of its parent among the prefixes of the
+                call before, so that the scorer can gather its own state of each branch. All 0 at depth 1, where
+                W = 1 and the prefix is the root.
             tokens: int64 [R, W]; the last token of each prefix.
 
         Returns:
-            tokens int64 [R, W, K] and log-probabilities float [R, W, K] of the children, best first within each
-            prefix; -inf where there is none. K may differ from level to level.
+            tokens int64 [R, W, K] and log-probabilities float [R, W, K] of the children, best first within
+            each prefix; -inf where there is none. K may differ from level to level.
         """
 
 
@@ -40,10 +41,11 @@ def grow(
     keep: int | None = None,
     device: torch.device | str = "cpu",
 ) -> DraftTree:
-    """A supertree: at each level the best children of the level's `width` best prefixes, whatever their parents.
+    """A supertree: at each level the best children of the last level's best prefixes, whatever their parents.
 
-    Runs on the device without a host round trip, but for one at the end, which reads how many nodes there are.
-    Ties go by rank among the siblings, then by the parent's place in its level.
+    Runs on the device with one host round trip, at the end, to read how many nodes there are.
+    Scores are summed and compared exactly (see `costs`); ties go by depth, then rank among the siblings, then
+    the parent's place.
 
     Args:
         bonus: the root's token of each row.
@@ -66,29 +68,28 @@ def grow(
     check_range("keep", keep, width, MAX_BUDGET)
     root = DraftTree.root(bonus, device)
     rows = len(bonus)
-    levels = [(root.tokens, root.parents, root.logprobs)]
-    first, frontier, slots, scores = 0, root.tokens, root.parents, root.logprobs
+    levels = [(root.tokens, root.parents, root.parents)]
+    first, frontier, slots, costs = 0, root.tokens, root.parents, root.parents
     for level in range(1, depth + 1):
         child_tokens, child_logprobs = scorer.expand(level, slots, frontier)
-        prefixes, ranks = child_logprobs.shape[1:]
+        prefixes, ranks = child_logprobs.shape[1], min(child_logprobs.shape[2], keep)
         # Rank before parent: the order in which equal scores are taken.
-        grown = scores[:, None, :] + child_logprobs.transpose(1, 2).float().clamp(max=0)
-        grown = grown.reshape(rows, ranks * prefixes)
-        picked = best(grown, min(keep, ranks * prefixes))
+        steps = costs_of(child_logprobs[:, :, :ranks]).transpose(1, 2)
+        grown = (costs[:, None, :] + steps).reshape(rows, ranks * prefixes)
+        picked = cheapest(grown, min(keep, ranks * prefixes))
         slots = picked % prefixes
-        tokens = child_tokens.transpose(1, 2).reshape(rows, ranks * prefixes).gather(1, picked)
-        scores = grown.gather(1, picked)
-        levels.append((tokens, slots + first, scores))
+        tokens = child_tokens[:, :, :ranks].transpose(1, 2).reshape(rows, -1).gather(1, picked)
+        costs = grown.gather(1, picked)
+        levels.append((tokens, slots + first, costs))
         first += levels[-2][0].shape[1]
-        slots, frontier, scores = slots[:, :width], tokens[:, :width], scores[:, :width]
+        slots, frontier, costs = slots[:, :width], tokens[:, :width], costs[:, :width]
     return assemble(levels)
 
 
 def assemble(levels: list[tuple[Tensor, Tensor, Tensor]]) -> DraftTree:
-    """One tree, best first, of levels (tokens, parents, log-probabilities [R, n]); -inf marks absent nodes."""
-    tokens, parents, logprobs = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-    counts = torch.tensor([level[0].shape[1] for level in levels], device=tokens.device)
-    depths = torch.arange(len(levels), device=tokens.device).repeat_interleave(counts, output_size=tokens.shape[1])
-    sizes = (logprobs > float("-inf")).sum(1).tolist()
-    tree = DraftTree(tokens, parents, depths.expand_as(tokens), logprobs, sizes)
-    return reorder(tree, best(logprobs, max(sizes), tree.depths), sizes)
+    """One tree, best first, of levels (tokens, parents, costs int64 [R, n]), each in order, root first."""
+    tokens, parents, costs = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    depths = torch.cat([torch.full_like(level[0], depth) for depth, level in enumerate(levels)], dim=1)
+    sizes = (costs < ABSENT).sum(1).tolist()
+    tree = DraftTree(tokens, parents, depths, logprobs_of(costs), sizes)
+    return reorder(tree, cheapest(costs, max(sizes)), sizes)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import ConfigError
+from ddtree.tree.costs import ABSENT, cheapest, costs_of
 from ddtree.tree.draft_tree import MAX_BUDGET, MAX_DEPTH, DraftTree, check_each, in_use
 
 
@@ -13,10 +14,10 @@ from ddtree.tree.draft_tree import MAX_BUDGET, MAX_DEPTH, DraftTree, check_each,
 def prune(
     tree: DraftTree, budgets: list[int], beta: float = 0.0, depths: list[int] | None = None
 ) -> DraftTree:
-    """The best nodes of each row by log-probability + beta * depth, in that order; ties by depth, then as before.
+    """The best nodes of each row by log-probability + beta * depth, in that order; ties keep the order they had.
 
-    A child never scores above its parent, so the result is prefix-closed. Deferred pruning with a depth penalty is
-    DARTree's (arXiv 2608.13524); with beta = 0 and a tree that holds the optimum, the result is the best-first tree.
+    A child never scores above its parent, so the result is prefix-closed. Deferred pruning with a depth penalty
+    is DARTree's (arXiv 2608.13524); with beta = 0, a tree that holds the optimum becomes the best-first tree.
 
     Args:
         budgets: most nodes besides the root, 0..1024, for each row.
@@ -29,32 +30,19 @@ def prune(
     rows, nodes = tree.tokens.shape
     check_each("budgets", budgets, rows, 0, MAX_BUDGET)
     if not beta <= 0 or beta == float("-inf"):
-        raise ConfigError(f"beta={beta!r} is outside -inf..0: a reward for depth would cut nodes from their parents")
-    keys = tree.logprobs + beta * tree.depths if beta else tree.logprobs
+        raise ConfigError(
+            f"beta={beta!r} is not a finite number of at most 0: it is a penalty for each level"
+        )
+    costs = costs_of(tree.logprobs + beta * tree.depths if beta else tree.logprobs)
     sizes = tree.sizes
     if min(sizes) < nodes:
-        keys = keys.masked_fill(~in_use(tree), float("-inf"))
+        costs = costs.masked_fill(~in_use(tree), ABSENT)
     if depths is not None:
         check_each("depths", depths, rows, 0, MAX_DEPTH)
-        shallow = tree.depths <= torch.tensor(depths, device=keys.device)[:, None]
-        keys = keys.masked_fill(~shallow, float("-inf"))
-        sizes = (keys > float("-inf")).sum(1).tolist()
+        costs = costs.masked_fill(tree.depths > torch.tensor(depths, device=costs.device)[:, None], ABSENT)
+        sizes = (costs < ABSENT).sum(1).tolist()
     sizes = [min(size, budget + 1) for size, budget in zip(sizes, budgets, strict=True)]
-    return reorder(tree, best(keys, max(sizes), tree.depths), sizes)
-
-
-def best(scores: Tensor, count: int, depths: Tensor | None = None) -> Tensor:
-    """int64 [R, count]: where the `count` highest of the scores [R, n] stand, best first; ties by depth, then index.
-
-    Scores are float32 and at most 0; -inf comes last. A float32 of one sign orders as its bits do, which makes
-    score, depth and index one integer that is never tied, so that the choice is the same on every device.
-    """
-    bits = scores.abs().view(torch.int32).to(torch.int64)
-    keys = torch.arange(scores.shape[1], device=scores.device) + (bits << 32)
-    if depths is not None:
-        keys += depths << 24
-    chosen = keys.topk(count, largest=False).values
-    return chosen & (0xFFFFFF if depths is not None else 0xFFFFFFFF)
+    return reorder(tree, cheapest(costs, max(sizes)), sizes)
 
 
 def reorder(tree: DraftTree, order: Tensor, sizes: list[int]) -> DraftTree:

@@ -13,9 +13,9 @@ def walk(tree: DraftTree, choose: Callable[[list[int], list[int]], list[int]]) -
     """From the root, go to the child that carries the target's choice, until none does; all rows at once.
 
     Args:
-        choose: given the rows still walking and the node at which each stands, the token that the target chooses
-            after each. A token that no child carries (-1, say) ends a row's walk. The last token chosen for a row
-            is its next bonus token.
+        choose: given the rows still walking and the node at which each stands, the token that the target
+            chooses after each. A token that no child carries (-1, say) ends a row's walk. The last token chosen
+            for a row is its next bonus token.
 
     Returns:
         For each row the accepted path: node indices, the root first.
@@ -30,7 +30,8 @@ def walk(tree: DraftTree, choose: Callable[[list[int], list[int]], list[int]]) -
     while walking:
         nodes = [paths[row][-1] for row in walking]
         chosen = choose(walking, nodes)
-        child = (parents[walking] == np.array(nodes)[:, None]) & (tokens[walking] == np.array(chosen)[:, None])
+        child = parents[walking] == np.array(nodes)[:, None]
+        child &= tokens[walking] == np.array(chosen)[:, None]
         found, places = child.any(axis=1).tolist(), child.argmax(axis=1).tolist()
         for row, there, place in zip(walking, found, places, strict=True):
             if there:

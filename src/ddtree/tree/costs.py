@@ -1,0 +1,42 @@
+"""Scores as whole numbers, so that sums and comparisons are exact.
+
+The cost of a prefix is its negated log-probability in units of 2^-32, an int64. A float32 log-probability of 2^-8 or
+more is a whole number of these units, and sums are exact in any order, so trees come out the same on every device
+and whatever way they are found. What costs 2^42 or more (a probability below e^-1024) counts as absent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+UNIT = 2.0**-32
+COST_BITS = 42
+ABSENT = 1 << COST_BITS
+
+
+def costs_of(logprobs: Tensor) -> Tensor:
+    """int64 costs of log-probabilities; those above 0 count as 0, NaN and -inf as absent."""
+    scaled = (logprobs.float() * (-1 / UNIT)).nan_to_num(nan=float(ABSENT), posinf=float(ABSENT))
+    return scaled.clamp(0, float(ABSENT)).to(torch.int64)
+
+
+def array_costs_of(logprobs: NDArray[np.float32]) -> NDArray[np.int64]:
+    """As `costs_of`, for an array."""
+    scaled = np.fmin(logprobs * np.float32(-1 / UNIT), np.float32(ABSENT))
+    return np.maximum(scaled, np.float32(0)).astype(np.int64)
+
+
+def logprobs_of(costs: Tensor) -> Tensor:
+    """float32 log-probabilities of costs; -inf of absent ones."""
+    return (costs.to(torch.float32) * -UNIT).masked_fill(costs >= ABSENT, float("-inf"))
+
+
+def cheapest(costs: Tensor, count: int) -> Tensor:
+    """int64 [R, count]: where the `count` lowest of the costs [R, n <= 2^20] stand, in order; ties by index."""
+    indices = torch.arange(costs.shape[1], device=costs.device)
+    # Cost and index in one integer are never tied, so the choice is the same on every device.
+    keys = (costs.clamp(max=ABSENT) << 20) + indices
+    return keys.topk(count, largest=False).values & 0xFFFFF
