@@ -240,9 +240,7 @@ def _count(tokens: NDArray[np.int64], lengths: list[int], max_order: int) -> lis
     alone = np.zeros(len(words), np.bool_)
     orders = []
     for order in range(1, max_order + 1):
-        hashes[order:] = (hashes[order:] + words[: len(words) - order] + np.uint64(1)) * np.uint64(
-            _MULTIPLIER
-        )
+        hashes[order:] = (hashes[order:] + words[:-order] + np.uint64(1)) * np.uint64(_MULTIPLIER)
         whole = np.flatnonzero(places >= order)
         keys = hashes[whole] >> np.uint64(32)
         _, back, seen = np.unique(keys, return_inverse=True, return_counts=True)

@@ -1,0 +1,222 @@
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ddtree.drafters import ngrams
+from ddtree.drafters.ngrams import NgramTable, build_table
+from ddtree.errors import CheckpointError, ConfigError
+
+
+def texts(count, length, vocab, seed=0):
+    rng = np.random.default_rng(seed)
+    # Squared, so that some tokens are frequent and others rare.
+    return [(rng.random(length) ** 2 * vocab).astype(int).tolist() for _ in range(count)]
+
+
+def counted(sequences, max_order):
+    """Successor counts of every context, the plain way."""
+    counts = defaultdict(Counter)
+    for sequence in sequences:
+        for at in range(1, len(sequence)):
+            for order in range(1, min(max_order, at) + 1):
+                counts[tuple(sequence[at - order : at])][sequence[at]] += 1
+    return counts
+
+
+def check_exact(table, counts, max_order, max_successors=64):
+    """Each context that the table knows has the plain counts; returns how many it knows."""
+    known = 0
+    for context, expected in counts.items():
+        found = table.successors(context)
+        if found is None:
+            continue
+        known += 1
+        assert found.total == expected.total()
+        assert found.counts == sorted(expected.values(), reverse=True)[:max_successors]
+        assert all(expected[token] == n for token, n in zip(found.tokens, found.counts, strict=True))
+        assert len(set(found.tokens)) == len(found.tokens)
+        assert len(context) == 1 or table.successors(context[1:]) is not None
+    assert known == table.contexts
+    return known
+
+
+@pytest.mark.parametrize("max_order", [1, 3, 5])
+@pytest.mark.parametrize("vocab", [7, 300, 70_000])
+def test_counts_are_those_of_a_plain_counter(tmp_path, vocab, max_order):
+    sequences = [*texts(6, 300, vocab), [5], []]
+    table = build_table(sequences, tmp_path / "t.safetensors", max_order=max_order)
+    counts = counted(sequences, max_order)
+    assert check_exact(table, counts, max_order) == len(counts)
+    assert table.vocab_size == 1 + max(map(max, filter(None, (s[:] for s in sequences))))
+    assert table.max_order == max_order
+
+
+def test_no_ngram_crosses_from_one_text_to_the_next(tmp_path):
+    table = build_table([[1, 2, 3], [4, 5, 6]], tmp_path / "t.safetensors")
+    assert table.successors([3]) is None
+    assert table.successors([2, 3, 4]) is None
+    assert table.successors([4, 5]).tokens == [6]
+
+
+def test_a_context_never_seen_is_unknown(tmp_path):
+    table = build_table(texts(3, 200, 9), tmp_path / "t.safetensors")
+    assert table.successors([9]) is None
+    assert table.successors([1, 10, 1]) is None
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+def test_a_smaller_table_fits_and_keeps_exact_counts(tmp_path, share):
+    sequences = texts(8, 500, 60)
+    whole = tmp_path / "whole.safetensors"
+    build_table(sequences, whole)
+    limit = int(whole.stat().st_size * share)
+    small = tmp_path / "small.safetensors"
+    table = build_table(sequences, small, max_bytes=limit)
+    assert limit * 0.5 < small.stat().st_size <= limit
+    assert check_exact(table, counted(sequences, 5), 5) > 0
+
+
+def test_long_rare_contexts_go_first(tmp_path):
+    sequences = texts(8, 500, 60)
+    whole = tmp_path / "whole.safetensors"
+    build_table(sequences, whole)
+    table = build_table(sequences, tmp_path / "t.safetensors", max_bytes=whole.stat().st_size // 3)
+    lost = Counter(len(c) for c in counted(sequences, 5) if table.successors(c) is None)
+    assert lost[5] > lost[4] > lost[2] >= lost[1] == 0
+
+
+def test_only_the_most_frequent_successors_are_kept(tmp_path):
+    sequences = texts(4, 500, 40)
+    table = build_table(sequences, tmp_path / "t.safetensors", max_successors=3)
+    check_exact(table, counted(sequences, 5), 5, max_successors=3)
+
+
+def test_counts_beyond_16_bits_are_kept(tmp_path):
+    table = build_table([[1] * 70_000], tmp_path / "t.safetensors", max_order=2)
+    assert table.successors([1, 1]).counts == [69_998]
+
+
+def test_nothing_counted_gives_a_table_that_knows_nothing(tmp_path):
+    table = build_table([], tmp_path / "t.safetensors")
+    assert table.contexts == 0
+    assert table.successors([1]) is None
+
+
+def test_contexts_that_collide_share_an_entry(tmp_path, monkeypatch):
+    monkeypatch.setattr(ngrams, "_MULTIPLIER", 1)  # now every context has key 0
+    table = build_table(texts(3, 100, 9), tmp_path / "t.safetensors")
+    assert table.contexts == 1
+    assert table.successors([1, 2]).total == sum(3 * (100 - order) for order in range(1, 6))
+
+
+def test_a_table_is_memory_mapped(tmp_path):
+    path = tmp_path / "t.safetensors"
+    table = build_table(texts(8, 500, 60), path)
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        pytest.skip("this system does not tell what is mapped")
+    assert str(path) in maps
+    assert table.contexts
+
+
+def saved(tmp_path):
+    path = tmp_path / "t.safetensors"
+    build_table(texts(3, 200, 20), path)
+    return path
+
+
+def test_a_missing_table_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no n-gram table at .*none\.safetensors: build one"):
+        NgramTable.load(tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_cut_table_is_named(tmp_path, size):
+    path = saved(tmp_path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"t\.safetensors is damaged: .*build it again"):
+        NgramTable.load(path)
+
+
+def test_another_safetensors_file_is_refused(tmp_path):
+    path = tmp_path / "t.safetensors"
+    save_file({"weight": np.zeros(3, np.float32)}, path)
+    with pytest.raises(CheckpointError, match="is no n-gram table of this version"):
+        NgramTable.load(path)
+
+
+def unsorted_keys(a):
+    a["keys"] = a["keys"][::-1].copy()
+
+
+def wild_offset(a):
+    a["offsets"][-1] += 7
+
+
+def short_totals(a):
+    a["totals"] = a["totals"][:-1]
+
+
+def more_singles(a):
+    a["single_tokens"] = np.append(a["single_tokens"], a["single_tokens"][:1])
+
+
+def missing_counts(a):
+    del a["counts"]
+
+
+def float_tokens(a):
+    a["tokens"] = a["tokens"].astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (unsorted_keys, "keys is not in order"),
+        (wild_offset, "offsets, tokens and counts do not fit"),
+        (short_totals, "keys, offsets and totals differ in length"),
+        (more_singles, "single_keys and single_tokens differ in length"),
+        (missing_counts, "it has no counts"),
+        (float_tokens, "tokens is float32"),
+    ],
+)
+def test_damage_that_a_lookup_would_trip_over_is_found_at_load(tmp_path, damage, fault):
+    path = saved(tmp_path)
+    arrays = load_file(path)
+    damage(arrays)
+    save_file(arrays, path, metadata={"format": ngrams._FORMAT, "max_order": "5"})
+    with pytest.raises(CheckpointError, match=fault):
+        NgramTable.load(path)
+
+
+@pytest.mark.parametrize("order", ["0", "nine", ""])
+def test_a_bad_order_is_named(tmp_path, order):
+    path = saved(tmp_path)
+    save_file(load_file(path), path, metadata={"format": ngrams._FORMAT, "max_order": order})
+    with pytest.raises(CheckpointError, match="max_order is"):
+        NgramTable.load(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_order": 0}, r"max_order=0 is outside 1\.\.8"),
+        ({"max_order": 9}, r"max_order=9 is outside 1\.\.8"),
+        ({"max_successors": 0}, "max_successors=0 keeps nothing"),
+        ({"max_bytes": 100}, "max_bytes=100 holds no n-gram"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        build_table(texts(2, 50, 9), tmp_path / "t.safetensors", **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_ids_that_are_no_tokens_are_named(tmp_path, token):
+    with pytest.raises(ConfigError, match="token id is outside"):
+        build_table([[1, token]], tmp_path / "t.safetensors")
