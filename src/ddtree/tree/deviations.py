@@ -68,9 +68,9 @@ def best_prefixes(logprobs: NDArray[np.float32], budgets: list[int], depths: lis
     wide = int(deviations.ranks.max(initial=0))
     if wide == 0:
         return _in_order(found, bound, deep, budgets)
-    nexts = np.full((rows, deep + 1, wide), ABSENT)
-    nexts[:, :deep] = costs[:, :deep, 1 : wide + 1]
-    nexts = nexts.reshape(-1, wide)
+    below = np.full((rows, deep + 1, wide), ABSENT)
+    below[:, :deep] = costs[:, :deep, 1 : wide + 1]
+    nexts = below.reshape(-1, wide)
 
     bounds = bound.repeat(deep + 1)
     known, total = rows * deep, sum(budgets)
@@ -95,7 +95,7 @@ def _first_bound(
     """Costs [R, L, K] of as many ranks as may matter; of the prefixes that end with their first deviation (or have
     none); the bound [R] that these set."""
     rows, levels, most = logprobs.shape
-    ranks = 8 + 4 * max(budgets) // levels
+    ranks = most if rows * levels * most <= 8192 else 8 + 4 * max(budgets) // levels
     while True:
         costs = array_costs_of(logprobs[:, :, :ranks])
         if min(depths) < levels:

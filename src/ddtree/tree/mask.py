@@ -4,44 +4,65 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree.tree.draft_tree import DraftTree, in_use
+
+# Nodes of a tree up to which whole rows of the mask are copied faster than single places are marked.
+_SMALL = 160
 
 
 @torch.no_grad()
 def ancestor_mask(tree: DraftTree) -> Tensor:
     """bool [R, N, N]: [r, i, j] says that node j is node i or an ancestor of it. Padding sees itself only."""
-    return _by_steps(tree) if tree.parents.device.type == "cpu" else _by_doubling(tree)
-
-
-def _by_steps(tree: DraftTree) -> Tensor:
-    """On the CPU: every node climbs to its root, all at once, and marks where it passes."""
     rows, nodes = tree.parents.shape
+    if tree.parents.device.type != "cpu":
+        return _on_device(tree)
+    # Nodes are numbered through all rows.
     own = np.arange(rows * nodes)
     first = np.arange(0, rows * nodes, nodes).repeat(nodes)
     parents = tree.parents.numpy().ravel() + first
     if min(tree.sizes) < nodes:
         beyond = own - first >= np.array(tree.sizes).repeat(nodes)
         parents[beyond] = own[beyond]
-    # A node's row of the mask begins at own * nodes, and node j of its tree is column j - first.
+    deepest = int(tree.depths.numpy().max())
+    build = _by_doubling if nodes <= _SMALL else _by_climbing
+    return torch.from_numpy(build(own, first, parents, nodes, deepest).reshape(rows, nodes, nodes))
+
+
+def _by_doubling(
+    own: NDArray[np.int64], first: NDArray[np.int64], parents: NDArray[np.int64], nodes: int, deepest: int
+) -> NDArray[np.bool_]:
+    mask = np.zeros((len(own), nodes), dtype=bool)
+    mask[own, own - first] = True
+    # After k turns a row holds its 2^k nearest ancestors, itself the first, and `parents` is the next one up.
+    for _ in range(deepest.bit_length()):
+        mask |= mask.take(parents, axis=0)
+        parents = parents[parents]
+    return mask
+
+
+def _by_climbing(
+    own: NDArray[np.int64], first: NDArray[np.int64], parents: NDArray[np.int64], nodes: int, deepest: int
+) -> NDArray[np.bool_]:
+    # A node's row begins at own * nodes, and node j has column j - first in it.
     begin = own * nodes - first
-    mask = np.zeros(rows * nodes * nodes, dtype=bool)
+    mask = np.zeros(len(own) * nodes, dtype=bool)
     mask[begin + own] = True
-    for _ in range(int(tree.depths.numpy().max())):
+    for _ in range(deepest):
         own = parents[own]
         mask[begin + own] = True
-    return torch.from_numpy(mask.reshape(rows, nodes, nodes))
+    return mask
 
 
-def _by_doubling(tree: DraftTree) -> Tensor:
-    """On a device: few steps whatever the depths, so that nothing has to be read back."""
+def _on_device(tree: DraftTree) -> Tensor:
+    """By doubling, in as many turns as any tree of this size may need, so that nothing has to be read back."""
     rows, nodes = tree.parents.shape
     own = torch.arange(nodes, device=tree.parents.device).expand(rows, nodes)
-    jump = tree.parents if min(tree.sizes) == nodes else torch.where(in_use(tree), tree.parents, own)
-    mask = torch.eye(nodes, dtype=torch.bool, device=jump.device).repeat(rows, 1, 1)
-    # After k turns a row holds its 2^k nearest ancestors (itself the first), and `jump` is the next one up.
+    parents = tree.parents if min(tree.sizes) == nodes else torch.where(in_use(tree), tree.parents, own)
+    mask = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(rows, 1, 1)
     for _ in range((nodes - 1).bit_length()):
-        mask |= mask.gather(1, jump[:, :, None].expand_as(mask))
-        jump = jump.gather(1, jump)
+        mask |= mask.gather(1, parents[:, :, None].expand_as(mask))
+        parents = parents.gather(1, parents)
     return mask
