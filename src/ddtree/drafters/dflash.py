@@ -38,6 +38,9 @@ class DFlash:
         embedding: own weights [V, H] in place of the target's input embedding.
         mask_embedding: own embedding [H] of the masked slots.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
+
+    Raises:
+        ConfigError: beta or kappa is out of range.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class DFlash:
         coupling: tuple[float, float] = PLAIN,
         name: str = "dflash",
     ) -> None:
+        couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
         config = network.config
         device, dtype = target.device, target.dtype
         self.name = name
@@ -61,7 +65,8 @@ class DFlash:
         self.coupling = coupling
         self.draft_ids = None if draft_ids is None else draft_ids.to(device)
         self.trace: Callable[[DraftRow, Tensor], None] | None = None
-        """Called with each row and its marginals' log-probabilities [L, Vd], to fit the coupling on."""
+        """Called with each row and its marginals' log-probabilities [L, Vd] before coupling; they are overwritten
+        afterwards, so keep a copy."""
         self._device = device
         self._embedding = cast(Tensor, target.embed.weight)
         if embedding is not None:

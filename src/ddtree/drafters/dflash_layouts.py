@@ -130,12 +130,15 @@ def parse(raw: dict[str, Any]) -> Layout:
     )
     reduced = _whole(own, "draft_vocab_size", vocab)
     coupling = _table(own, "coupling")
+    beta, kappa = _number(coupling, "beta", 0.0), _number(coupling, "kappa", 1.0)
+    if beta < 0 or kappa <= 0:
+        raise CheckpointError(f"coupling {coupling!r} must have beta from 0 up and kappa above 0")
     return Layout(
         SPECULATORS if speculators else Z_LAB,
         config,
         None if reduced == vocab else reduced,
         own.get("draft_vocabulary"),
-        (_number(coupling, "beta", 0.0), _number(coupling, "kappa", 1.0)),
+        (beta, kappa),
     )
 
 
