@@ -1,0 +1,192 @@
+"""The demo: the same prompts answered one token at a time and with a draft tree, compared and timed."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+
+from ddtree.api import Model, Result, load
+from ddtree.columns import Columns, fits
+from ddtree.flips import Flip, first_flip
+
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Give me five short tips for learning a new language.",
+    "What is the difference between a list and a tuple in Python?",
+)
+TITLES = ("one token at a time", "with a draft tree")
+METHODS = ("off", "tree")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An answer and the seconds it took, without the time to print it."""
+
+    result: Result
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        return len(self.result.token_ids) / self.seconds
+
+
+@dataclass(frozen=True)
+class Comparison:
+    prompt: str
+    plain: Timed
+    tree: Timed
+    flip: Flip | None
+
+    @property
+    def verdict(self) -> str:
+        if self.flip is None:
+            return "identical"
+        return "near-tie" if self.flip.near_tie else "DIFFERENT"
+
+
+def run_demo(
+    *,
+    target: str = "demo",
+    drafter: str = "demo",
+    prompts: tuple[str, ...] = PROMPTS,
+    budget: int = 16,
+    max_tokens: int = 96,
+    temperature: float = 0.0,
+    seed: int = 0,
+    dtype: str | None = None,
+    device: str | None = None,
+    out: TextIO | None = None,
+) -> int:
+    """Answer each prompt both ways, streaming, and print what it took. Returns the exit code.
+
+    The code is 0 where the texts are identical, or part at a near-tie of a low-precision forward pass, which
+    is then said; 1 where they part for any other reason. Raises the errors of `load` and `stream`.
+    """
+    out = out or sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
+    model = load(target, drafter=drafter, dtype=dtype, device=device)
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "budget": budget}
+    print(f"{_describe(model, target, drafter)}, budget {budget}, temperature {temperature:g}", file=out)
+    print("warming up ...", file=out, flush=True)
+    for method in METHODS:
+        model.generate(_messages(model, prompts[0]), **{**options, "max_tokens": 8, "method": method})
+    comparisons = []
+    for number, prompt in enumerate(prompts):
+        # Which way goes first alternates, so that neither gains from a machine that slows down or speeds up.
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        print(f"\n> {prompt}\n", file=out, flush=True)
+        timed = _answer_both(model, prompt, order, options, out)
+        outputs = [list(one.result.token_ids) for one in timed]
+        flip = first_flip(
+            model.engine.target, model.encode(_messages(model, prompt)), *outputs, temperature, seed
+        )
+        comparisons.append(Comparison(prompt, timed[0], timed[1], flip))
+        print(f"\n{_line(comparisons[-1])}", file=out, flush=True)
+    _report(comparisons, out)
+    return 1 if any(one.verdict == "DIFFERENT" for one in comparisons) else 0
+
+
+def _answer_both(
+    model: Model, prompt: str, order: tuple[int, int], options: dict[str, Any], out: TextIO
+) -> tuple[Timed, Timed]:
+    """Stream both answers in this order, 0 the plain one and 1 the tree's; in columns where they fit."""
+    size = shutil.get_terminal_size()
+    columns = Columns(out, TITLES, size.columns, size.lines) if fits(out) else None
+    timed: dict[int, Timed] = {}
+    for side in order:
+        if columns is None:
+            print(f"--- {TITLES[side]} ---", file=out, flush=True)
+        stream = model.stream(_messages(model, prompt), method=METHODS[side], **options)
+        seconds = 0.0
+        while True:
+            started = time.perf_counter()
+            piece = next(stream, None)
+            seconds += time.perf_counter() - started
+            if piece is None:
+                break
+            if columns is None:
+                print(piece, end="", file=out, flush=True)
+            else:
+                columns.add(side, piece)
+        if columns is None:
+            print(file=out)
+        timed[side] = Timed(stream.result, seconds)
+    return timed[0], timed[1]
+
+
+def _messages(model: Model, prompt: str) -> Any:
+    templated = getattr(model.tokenizer, "chat_template", None)
+    return [{"role": "user", "content": prompt}] if templated else prompt
+
+
+def _describe(model: Model, target: str, drafter: str) -> str:
+    device, dtype = model.engine.target.device, str(model.engine.target.dtype).removeprefix("torch.")
+    where = f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
+    return f"target {target}, drafter {drafter}, {dtype} on {where}"
+
+
+def _line(one: Comparison) -> str:
+    plain, tree = one.plain, one.tree
+    return (
+        f"{plain.seconds:.2f} s ({plain.speed:.1f} tokens/s) against "
+        f"{tree.seconds:.2f} s ({tree.speed:.1f} tokens/s): {tree.speed / plain.speed:.2f}x, "
+        f"{tree.result.stats.tau:.2f} tokens per forward pass; texts {one.verdict}"
+    )
+
+
+def _report(comparisons: list[Comparison], out: TextIO) -> None:
+    row = "{:<34} {:>8} {:>8} {:>9} {:>8} {:>8} {:>6}  {}"
+    heads = ("", "plain", "tok/s", "tree", "tok/s", "speedup", "tau", "texts")
+    lines = [row.format(*heads)]
+    for one in comparisons:
+        name = one.prompt if len(one.prompt) <= 34 else one.prompt[:31] + "..."
+        lines.append(_row(row, name, [one.plain], [one.tree], one.verdict))
+    plain, tree = [one.plain for one in comparisons], [one.tree for one in comparisons]
+    lines.append(_row(row, "all", plain, tree, ""))
+    print("\n" + "\n".join(lines) + "\n", file=out)
+    same = sum(one.flip is None for one in comparisons)
+    tokens = sum(len(one.result.token_ids) for one in plain)
+    if same == len(comparisons):
+        print(f"All {same} texts are identical, token for token ({tokens} tokens).", file=out)
+    for one in comparisons:
+        if one.flip is not None:
+            print(_explain(one.flip, one.prompt), file=out)
+    speedup = _speed(tree) / _speed(plain)
+    print(f"The draft tree was {speedup:.2f} times as fast as one token at a time.", file=out, flush=True)
+
+
+def _row(row: str, name: str, plain: list[Timed], tree: list[Timed], verdict: str) -> str:
+    rounds = sum(one.result.stats.rounds for one in tree)
+    accepted = sum(depth * n for one in tree for depth, n in one.result.stats.accepted.items())
+    tau = 1 + accepted / rounds if rounds else 1.0
+    speeds = _speed(plain), _speed(tree)
+    seconds = [f"{sum(one.seconds for one in way):.2f} s" for way in (plain, tree)]
+    return row.format(
+        name, seconds[0], f"{speeds[0]:.1f}", seconds[1], f"{speeds[1]:.1f}",
+        f"{speeds[1] / speeds[0]:.2f}x", f"{tau:.2f}", verdict,
+    ).rstrip()  # fmt: skip
+
+
+def _speed(timed: list[Timed]) -> float:
+    return sum(len(one.result.token_ids) for one in timed) / sum(one.seconds for one in timed)
+
+
+def _explain(flip: Flip, prompt: str) -> str:
+    where = f'The texts for "{prompt}" part at token {flip.index + 1}'
+    if flip.near_tie:
+        return (
+            f"{where}, at a near-tie: the best two scores are {flip.gap:.3g} apart, and the same forward "
+            f"in another shape moves them by up to {flip.noise:.3g}. Either text is the model's own; --dtype "
+            "float32 leaves no room for it."
+        )
+    return (
+        f"{where}, where the scores are {flip.gap:.3g} apart and the forward pass is good to "
+        f"{flip.noise:.3g}: that is a defect, please report it."
+    )

@@ -1,0 +1,114 @@
+"""The demo's show: both answers streamed, compared and timed; differences told honestly."""
+
+import io
+import os
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from ddtree import columns, show
+from ddtree.stats import Stats
+from ddtree.target import Target
+
+PROMPT = [5, 9, 2, 30, 7, 11, 4]
+SAME = [3, 8, 21, 13]
+ROUNDS = Counter({0: 1, 2: 1})
+
+
+class Streamed:
+    def __init__(self, tokens: list[int], stats: Stats) -> None:
+        self.result = SimpleNamespace(token_ids=tokens, stats=stats)
+        self._pieces = iter([f"w{token} " for token in tokens])
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+
+class FakeModel:
+    """Answers with given tokens for each method; counts what it was asked."""
+
+    tokenizer = SimpleNamespace(chat_template="x")
+
+    def __init__(self, model: Any, tree: list[int]) -> None:
+        self.target = Target(model)
+        self.engine = SimpleNamespace(target=self.target)
+        self.answers = {"off": SAME, "tree": tree}
+        self.streamed: list[tuple[str, str]] = []
+        self.warmed: list[str] = []
+
+    def encode(self, messages: Any) -> list[int]:
+        return PROMPT
+
+    def generate(self, messages: Any, *, method: str, max_tokens: int, **_: Any) -> None:
+        assert not self.streamed
+        self.warmed.append(method)
+
+    def stream(self, messages: Any, *, method: str, **_: Any) -> Streamed:
+        self.streamed.append((messages[0]["content"], method))
+        tokens = self.answers[method]
+        accepted = ROUNDS if method == "tree" else Counter({0: len(tokens) - 1})
+        return Streamed(tokens, Stats(method=method, rounds=accepted.total(), accepted=accepted))
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, tree: list[int], out: io.StringIO, model: Any = None
+) -> tuple[int, FakeModel]:
+    fake = FakeModel(model or tiny.model("llama"), tree)
+    monkeypatch.setattr(show, "load", lambda *_, **__: fake)
+    return show.run_demo(prompts=("first", "second"), out=out), fake
+
+
+def test_identical_texts_are_said_to_be_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    code, _ = run(monkeypatch, list(SAME), out)
+    text = out.getvalue()
+    assert code == 0
+    assert "All 2 texts are identical, token for token (8 tokens)." in text
+    assert "times as fast" in text
+    table = [line for line in text.splitlines() if line.startswith(("first ", "second ", "all "))]
+    assert [line.split()[-1] for line in table[:2]] == ["identical", "identical"]
+    assert all(" 2.00 " in f"{line} " for line in table)  # tau: two rounds, two accepted nodes
+    assert text.count("w3 w8 w21 w13") == 4
+    assert "\x1b" not in text
+
+
+def test_both_ways_are_warmed_up_and_take_turns_in_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fake = run(monkeypatch, list(SAME), io.StringIO())
+    assert sorted(fake.warmed) == ["off", "tree"]
+    assert fake.streamed == [("first", "off"), ("first", "tree"), ("second", "tree"), ("second", "off")]
+
+
+def test_a_difference_that_is_no_tie_is_called_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    code, _ = run(monkeypatch, [*SAME[:2], 14, 1], out)
+    assert code == 1
+    assert "DIFFERENT" in out.getvalue() and "part at token 3" in out.getvalue()
+    assert "please report it" in out.getvalue() and "identical, token" not in out.getvalue()
+
+
+def test_a_near_tie_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[14] = model.lm_head.weight[21]
+    out = io.StringIO()
+    code, _ = run(monkeypatch, [*SAME[:2], 14, 1], out, model)
+    assert code == 0
+    assert "near-tie" in out.getvalue() and "--dtype float32" in out.getvalue()
+    assert "identical, token" not in out.getvalue()
+
+
+def test_a_wide_terminal_shows_both_answers_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setattr(columns.sys, "platform", "linux")
+    monkeypatch.setattr(columns.shutil, "get_terminal_size", lambda *_: os.terminal_size((100, 30)))
+    run(monkeypatch, list(SAME), out)
+    assert f"w3 w8 w21 w13{' ' * 36}│ w3 w8 w21 w13" in out.getvalue()
