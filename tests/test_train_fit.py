@@ -19,7 +19,9 @@ from ddtree.train.objective import Vocabulary
 
 PREFIX = [1, 7]
 MASK = 47
-CONFIG = FitConfig(steps=12, conversations=2, anchors=6, evaluate_every=4, patience=0, learning_rate=5e-3)
+CONFIG = FitConfig(
+    steps=12, conversations=2, anchors=6, evaluate_every=4, patience=0, learning_rate=5e-3, weight_decay=0.0
+)
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ class Corpus:
     """The shards of a folder, their features, and a split into training and held-out conversations.
 
     A conversation whose user turn came up before (in an earlier shard) is left out. The split depends on a
-    conversation's user turn alone, so it stays the same while shards are added.
+    conversation's user turn alone, so it stays the same while shards are added (but one is always held out).
 
     Raises:
         CheckpointError: the folder has no finished shard.
@@ -139,21 +139,22 @@ class Corpus:
         self._where: list[tuple[int, int]] = []
         self._maps: dict[int, NDArray[np.int16]] = {}
         self._prefix_features: Tensor | None = None
-        seen: set[bytes] = set()
+        fractions: dict[bytes, float] = {}
         for index in shard_indices(folder):
             self.prefix, conversations = read_shard(shard_path(folder, index))
             offset = 0
             for conversation in conversations:
                 turn = conversation.tokens[: conversation.answer_start].astype(np.uint32).tobytes()
-                if turn not in seen:
-                    seen.add(turn)
-                    split = self.held_out if _fraction(turn) < held_out else self.train
-                    split.append(len(self.conversations))
+                if turn not in fractions:
+                    fractions[turn] = _fraction(turn)
                     self.conversations.append(conversation)
                     self._where.append((index, offset))
                 offset += len(conversation.tokens)
         if not self.conversations:
             raise CheckpointError(f"{folder} holds no answers; run `ddtree train synthesize` first")
+        bound = max(held_out, min(fractions.values())) if held_out else -1.0
+        for place, fraction in enumerate(fractions.values()):
+            (self.held_out if fraction <= bound else self.train).append(place)
 
     @property
     def answer_tokens(self) -> int:

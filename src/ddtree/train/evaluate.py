@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from ddtree.drafters import Drafter, DraftRow
 from ddtree.stats import Clock
 from ddtree.train.data import Example
@@ -46,6 +48,7 @@ def replay(
     budget: int,
     chain: bool = False,
     rows: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
     report: Callable[[int], None] | None = None,
 ) -> Acceptance:
     """Replay a drafter along answers, up to `rows` of them side by side.
@@ -55,6 +58,7 @@ def replay(
         examples: conversations; those with an answer of one token give no round.
         budget: nodes besides the root; for a chain, its depth.
         chain: single paths instead of trees.
+        dtype: of the features handed to the drafter: the target's.
         report: called with the number of answers replayed.
     """
     waiting = iter(examples)
@@ -68,7 +72,7 @@ def replay(
                 continue
             row = _Row(example.tokens.tolist(), example.answer_start, example)
             drafter.add_row()
-            _observe(drafter, len(active), row, 0, row.at)
+            _observe(drafter, len(active), row, row.at, dtype)
             active.append(row)
         if not active:
             return result
@@ -89,8 +93,8 @@ def replay(
                 if report:
                     report(done)
             else:
-                _observe(drafter, index, row, row.at, row.at + emitted)
                 row.at += emitted
+                _observe(drafter, index, row, emitted, dtype)
 
 
 class _Follow:
@@ -109,6 +113,8 @@ class _Follow:
         return chosen
 
 
-def _observe(drafter: Drafter, index: int, row: _Row, start: int, stop: int) -> None:
-    features = row.example.features[start:stop].flatten(1) if drafter.feature_layers else None
-    drafter.observe(index, row.tokens[start:stop], features)
+def _observe(drafter: Drafter, index: int, row: _Row, count: int, dtype: torch.dtype) -> None:
+    """Show the drafter the last `count` tokens before the bonus token."""
+    part = slice(row.at - count, row.at)
+    features = row.example.features[part].flatten(1).to(dtype) if drafter.feature_layers else None
+    drafter.observe(index, row.tokens[part], features)

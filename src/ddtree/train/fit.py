@@ -47,11 +47,11 @@ class FitConfig:
     """
 
     steps: int = 2000
-    conversations: int = 4
-    anchors: int = 48
-    learning_rate: float = 6e-4
-    weight_decay: float = 0.01
-    gamma: float = 4.0
+    conversations: int = 2
+    anchors: int = 64
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.05
+    gamma: float = 3.0
     soft: float = 0.5
     evaluate_every: int = 200
     patience: int = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -31,19 +32,17 @@ def feature_layers(target: Target, draft_layers: int) -> tuple[int, ...]:
 
 
 def mask_token(target: Target, corpus: Corpus) -> int:
-    """A token that no conversation holds and that ends nothing: an unused special one, else the last unused id."""
-    used = set(corpus.prefix) | set(target.eos_ids)
+    """The token whose embedding fills masked slots: an unused special one, else the one that occurs least.
+
+    It may occur in texts, since drafts are told from masks by their place; it only must not end a text.
+    """
+    counts: Counter[int] = Counter(corpus.prefix)
     for conversation in corpus.conversations:
-        used |= {int(token) for token in conversation.tokens}
-    added = sorted(getattr(target.tokenizer, "added_tokens_decoder", {}))
-    used |= set(getattr(target.tokenizer, "all_special_ids", []))
-    unused = [token for token in added if token not in used and token < target.vocab_size]
-    if unused:
-        return unused[0]
-    for token in reversed(range(target.vocab_size)):
-        if token not in used:
-            return token
-    raise ConfigError("the answers use every token of the target's vocabulary, so none is left for the mask")
+        counts.update(conversation.tokens.tolist())
+    special = set(getattr(target.tokenizer, "all_special_ids", ())) | target.eos_ids
+    added = set(getattr(target.tokenizer, "added_tokens_decoder", ()))
+    candidates = [token for token in range(target.vocab_size) if token not in special]
+    return min(candidates, key=lambda token: (counts[token], token not in added, token))
 
 
 def draft_config(

@@ -1,0 +1,125 @@
+"""The finished drafter: a checkpoint in z-lab's layout, its n-gram table, and a card that says how it was made."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddtree.errors import CheckpointError
+
+DRAFTER = "dflash"
+NGRAMS = "ngrams.safetensors"
+SUMMARY = "summary.json"
+EVALUATION = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Acceptance of one drafter, at one temperature, in one set of answers: tokens per round by budget."""
+
+    answers: str
+    drafter: str
+    temperature: int
+    tau: dict[str, float]
+
+
+def machine() -> str:
+    """This machine, in words."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as lines:
+            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write in one step."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_json(path: Path, step: str) -> Any:
+    """Raises CheckpointError, naming the step that writes it, when the file is not there."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is missing or damaged; run `ddtree train {step}` first") from error
+
+
+def export(work: Path, out: Path) -> None:
+    """Copy the fitted drafter and its table from a work folder to `out`, with a card beside the checkpoint.
+
+    Raises:
+        CheckpointError: the work folder lacks a step's results.
+    """
+    summary = read_json(work / SUMMARY, "fit")
+    figures = [Figure(**figure) for figure in read_json(work / EVALUATION, "evaluate")]
+    for name in (f"{DRAFTER}/config.json", f"{DRAFTER}/model.safetensors", NGRAMS):
+        if not (work / name).exists():
+            raise CheckpointError(f"{work / name} is missing; run `ddtree train fit` first")
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(work / DRAFTER, out / DRAFTER, dirs_exist_ok=True)
+    shutil.copyfile(work / NGRAMS, out / NGRAMS)
+    (out / DRAFTER / "README.md").write_text(card(summary, figures), encoding="utf-8")
+
+
+def card(summary: dict[str, Any], figures: list[Figure]) -> str:
+    """The model card, in Markdown."""
+    data, recipe = summary["data"], summary["recipe"]
+    lines = [
+        "---",
+        "license: apache-2.0",
+        "tags: [speculative-decoding, dflash, ddtree]",
+        "---",
+        "",
+        f"# DFlash drafter for {summary['target']}",
+        "",
+        f"A block-diffusion drafter ({summary['parameters'] / 1e6:.1f} M parameters, z-lab's layout) and an n-gram "
+        "table, made by `ddtree train`. They propose; the target decides, so its output does not change.",
+        "",
+        "## Data",
+        "",
+        f"{data['conversations']:,} conversations that the target held with itself, {data['answer_tokens']:,} answer "
+        f"tokens: user turns sampled from the chat template at temperature 1, top-p {data['turn_top_p']}; "
+        f"{data['greedy_share']:.0%} of the answers greedy, the others at temperature 1, up to {data['max_answer']} "
+        f"tokens, loops cut. {data['held_out']:,} conversations were held out. Nothing else was used.",
+        "",
+        "## Recipe",
+        "",
+        "Target, its embedding and its head frozen; layers started from the target's last ones. Random anchors, blocks "
+        "packed behind their context, cross-entropy with weights exp(-(k - 1) / gamma), AdamW.",
+        "",
+        "| setting | value |",
+        "| --- | --- |",
+        *(f"| {name.replace('_', ' ')} | {value} |" for name, value in recipe.items()),
+        f"| machine | {summary['machine']} |",
+        f"| time of the fit | {summary['seconds'] / 60:.0f} min |",
+        "",
+        "## Acceptance",
+        "",
+        "Tokens per round (accepted drafted tokens + 1), replayed along answers not used in training.",
+        "",
+    ]
+    columns = list(dict.fromkeys(name for figure in figures for name in figure.tau))
+    lines.append("| answers | drafter | T | " + " | ".join(columns) + " |")
+    lines.append("| --- " * (3 + len(columns)) + "|")
+    for figure in figures:
+        cells = [f"{figure.tau[name]:.2f}" if name in figure.tau else "" for name in columns]
+        lines.append(
+            f"| {figure.answers} | {figure.drafter} | {figure.temperature} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def parameters(network: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())

@@ -1,0 +1,103 @@
+"""`ddtree train` from a target folder to a drafter folder."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+import tiny
+from ddtree.drafters.checkpoint import read
+from ddtree.drafters.ngrams import NgramTable
+from ddtree.errors import CheckpointError
+from ddtree.train.cli import add_arguments, run
+from ddtree.train.data import shard_indices, shard_path
+from ddtree.train.synthesize import Template
+
+EOS = 5
+CHAT = (
+    "{% for m in messages %}<s> w7 {{ m['content'] }} <e> {% endfor %}"
+    "{% if add_generation_prompt %}w9 w10{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    words = {"<s>": 1, "<e>": EOS, "<mask>": 46, "<unused>": 47} | {
+        f"w{i}": i for i in range(tiny.VOCAB) if i not in (1, EOS, 46, 47)
+    }
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", bos_token="<s>")
+    wrapped.chat_template = CHAT
+    wrapped.save_pretrained(folder)
+    model = tiny.model(num_hidden_layers=4, eos_token_id=EOS, initializer_range=0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def arguments(target, work, *more):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = [
+        "--tokens=300", "--rows=12", "--max-answer=30", "--steps=6", "--draft-vocabulary=16", "--block=4",
+        "--budgets", "4", "8",
+    ]  # fmt: skip
+    return parser.parse_args([*more, f"--target={target}", f"--work={work}", *options])
+
+
+def test_all_steps_make_a_drafter_that_reads_back(target, tmp_path, capsys):
+    work, out = tmp_path / "work", tmp_path / "out"
+    assert run(arguments(target, work, "all", f"--out={out}")) == 0
+    checkpoint = read(out / "dflash")
+    assert checkpoint.config.block_size == 4
+    assert len(checkpoint.draft_ids) == 16
+    assert EOS in checkpoint.draft_ids
+    fitted = torch.load(work / "fit" / "best.pt", weights_only=True)
+    for name, tensor in checkpoint.network().state_dict().items():
+        assert torch.equal(tensor, fitted[name].to(torch.bfloat16))
+    assert NgramTable.load(out / "ngrams.safetensors").max_order == 5
+    card = (out / "dflash" / "README.md").read_text()
+    summary = json.loads((work / "summary.json").read_text())
+    assert f"{summary['data']['answer_tokens']:,} answer" in card
+    assert "| held-out | dflash + n-grams | 1 |" in card
+    assert "held-out, T=1, dflash: chain" in capsys.readouterr().out
+
+
+def test_finished_steps_are_not_done_again(target, tmp_path):
+    def times():
+        folder = tmp_path / "answers"
+        return {i: shard_path(folder, i).stat().st_mtime_ns for i in shard_indices(folder)}
+
+    run(arguments(target, tmp_path, "synthesize"))
+    made = times()
+    run(arguments(target, tmp_path, "synthesize"))
+    assert times() == made
+    run(arguments(target, tmp_path, "fit"))
+    state = (tmp_path / "fit" / "fit.pt").stat().st_mtime_ns
+    run(arguments(target, tmp_path, "fit"))
+    assert (tmp_path / "fit" / "fit.pt").stat().st_mtime_ns == state
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [("fit", "run `ddtree train synthesize` first"), ("export", "run `ddtree train fit` first")],
+)
+def test_a_step_without_the_one_before_says_which(target, tmp_path, step, message):
+    with pytest.raises(CheckpointError, match=message):
+        run(arguments(target, tmp_path, step))
+
+
+def test_a_target_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot load the target"):
+        run(arguments(tmp_path / "nowhere", tmp_path, "synthesize"))
+
+
+def test_a_template_is_cut_around_the_users_text(target):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    assert Template.of(tokenizer) == Template(prefix=[1, 7], middle=[EOS, 9, 10])
