@@ -52,12 +52,15 @@ def check(family, kind, sampling, budget, rows):
     drafter = drafter_for(family, kind, sampling)
     engine = Engine(Target(model_of(family)), drafter)
     method = "chain" if kind == "chain" else "tree"
+    # A draft model runs once a level; four levels show all there is to see.
+    depth = 4 if kind in ("draft", "merged") else 16
     sequences = [
         engine.add(
             PROMPTS[i],
             SamplingParams(**SAMPLING[sampling], seed=i, max_tokens=LENGTH),
             method=method,
             budget=budget,
+            depth=depth,
         )
         for i in range(rows)
     ]

@@ -129,7 +129,7 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
         with torch.no_grad():
             for parameter in shaken.parameters():
                 parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
-        return DraftModel(Target(shaken), coupling=coupling)
+        return DraftModel(Target(shaken), target, coupling=coupling)
     if kind == "merged":
         return Merged([drafter(part, target_model, coupled) for part in ("tree", "lookup", "draft")])
     return DFlash(network(target_model), target, coupling=coupling)
