@@ -58,12 +58,15 @@ def test_all_steps_make_a_drafter_that_reads_back(target, tmp_path, capsys):
     assert checkpoint.config.block_size == 4
     assert len(checkpoint.draft_ids) == 16
     assert EOS in checkpoint.draft_ids
+    summary = json.loads((work / "summary.json").read_text())
+    beta, kappa = checkpoint.layout.coupling
+    assert summary["recipe"]["coupling_beta"] == round(beta, 4)
+    assert kappa > 0
     fitted = torch.load(work / "fit" / "best.pt", weights_only=True)
     for name, tensor in checkpoint.network().state_dict().items():
         assert torch.equal(tensor, fitted[name].to(torch.bfloat16))
     assert NgramTable.load(out / "ngrams.safetensors").max_order == 5
     card = (out / "dflash" / "README.md").read_text()
-    summary = json.loads((work / "summary.json").read_text())
     assert f"{summary['data']['answer_tokens']:,} answer" in card
     assert "| held-out | dflash + n-grams | 1 |" in card
     assert "held-out, T=1, dflash: chain" in capsys.readouterr().out

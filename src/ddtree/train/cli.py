@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,12 +17,14 @@ from ddtree.demo import resolve
 from ddtree.drafters import Drafter
 from ddtree.drafters.checkpoint import read, write
 from ddtree.drafters.dflash import DFlash
+from ddtree.drafters.dflash_net import DFlashNet
 from ddtree.drafters.lookup import Lookup
 from ddtree.drafters.merged import Merged
 from ddtree.drafters.ngrams import NgramTable, build_table
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.target import Target
 from ddtree.train import export as exporting
+from ddtree.train.coupling import CouplingFit, fit_coupling
 from ddtree.train.data import Corpus, Example, draft_vocabulary, make_example, read_shard, teacher_pass
 from ddtree.train.evaluate import replay
 from ddtree.train.export import DRAFTER, EVALUATION, NGRAMS, SUMMARY, Figure
@@ -80,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--table-megabytes", type=float, default=4.0, help="n-gram table (default: %(default)s)"
     )
+    group.add_argument("--traces", type=int, default=16, help="answers to fit the noise coupling on")
     group = parser.add_argument_group("evaluate")
     group.add_argument("--answers", type=Path, help="a shard to evaluate on beside the held-out answers")
     group.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32], help="default: 8 16 32")
@@ -163,15 +167,28 @@ def fit(args: argparse.Namespace, target: Target) -> None:
 
     fitting.run(say)
     line.close()
-    write(args.work / DRAFTER, network, draft_ids=ids, dtype=torch.bfloat16)
+    coupled = couple(target, network, ids, corpus, args.traces)
+    coupling = (coupled.beta, coupled.kappa)
+    write(args.work / DRAFTER, network, draft_ids=ids, coupling=coupling, dtype=torch.bfloat16)
     build_table(corpus.answers(), args.work / NGRAMS, max_bytes=int(args.table_megabytes * 1e6))
     recipe = {
         **asdict(config),
         "optimizer_steps_done": fitting.step,
         "draft_vocabulary": args.draft_vocabulary,
+        "coupling_beta": round(coupled.beta, 4),
+        "coupling_kappa": round(coupled.kappa, 4),
     }
     seconds = time.monotonic() - started
     exporting.write_json(args.work / SUMMARY, summary(args, corpus, network, recipe, seconds))
+
+
+def couple(
+    target: Target, network: DFlashNet, ids: torch.Tensor | None, corpus: Corpus, traces: int
+) -> CouplingFit:
+    """Fit the noise coupling while the drafter decodes held-out user turns at temperature 1."""
+    drafter = DFlash(copy.deepcopy(network), target, draft_ids=ids)
+    turns = [corpus.conversations[index] for index in corpus.held_out[:traces]]
+    return fit_coupling(target, drafter, [corpus.prefix + c.tokens[: c.answer_start].tolist() for c in turns])
 
 
 def summary(
@@ -225,7 +242,9 @@ def drafters(work: Path, target: Target) -> dict[str, Callable[[], Drafter]]:
     table = NgramTable.load(work / NGRAMS)
 
     def dflash() -> Drafter:
-        return DFlash(checkpoint.network(), target, draft_ids=checkpoint.draft_ids)
+        return DFlash(
+            checkpoint.network(), target, draft_ids=checkpoint.draft_ids, coupling=checkpoint.layout.coupling
+        )
 
     def lookup() -> Drafter:
         return Lookup(table, vocab_size=target.vocab_size, device=target.device)
