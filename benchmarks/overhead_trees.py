@@ -5,7 +5,7 @@
 Marginals are synthetic: at each depth a power law over the vocabulary with some noise, the top candidate less sure
 the deeper it stands ("drafter"), equally unsure everywhere ("flat"), or nearly certain ("sure"). Both start from the
 same top-k tensors and end with the same tensors: tokens, parents, depths, scores and the visibility of nodes. The
-two take turns of a few calls, each turn on other marginals; shown are medians over the turns, in milliseconds, and
+two take turns of some calls, each turn on other marginals; shown are medians over the turns, in milliseconds, and
 the median of the turns' ratios. A batch is one call for its rows here, and one heap a row there.
 """
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--turns", type=int, default=12, help="different marginals")
-    parser.add_argument("--calls", type=int, default=5, help="calls of each in a turn")
+    parser.add_argument("--calls", type=int, default=15, help="calls of each in a turn")
     args = parser.parse_args()
 
     torch.set_num_threads(1)

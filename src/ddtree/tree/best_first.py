@@ -14,8 +14,9 @@ from ddtree.tree.draft_tree import MAX_BUDGET, MAX_DEPTH, DraftTree, check_each
 from ddtree.tree.grow import assemble
 from ddtree.tree.heap import pop_order
 
-# Nodes in all up to which a plain heap is quicker on the CPU than vectorised rounds.
-_SMALL = 96
+# On the CPU a plain heap is quicker up to this many nodes in all, a row counting as some nodes.
+_SMALL = 176
+_ROW = 16
 
 
 def best_first(
@@ -57,7 +58,7 @@ def _on_cpu(
 ) -> DraftTree:
     values = logprobs.detach().float().numpy()
     nodes = None
-    if sum(budgets) > _SMALL:
+    if sum(budgets) + _ROW * len(budgets) > _SMALL:
         nodes = best_prefixes(values, budgets, depths)
     if nodes is None:
         nodes = _by_heap(values, budgets, depths)

@@ -13,20 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 UNIT = 2.0**-32
-COST_BITS = 42
-ABSENT = 1 << COST_BITS
+ABSENT = 1 << 42
+_LEAST = -ABSENT * UNIT
 
 
 def costs_of(logprobs: Tensor) -> Tensor:
     """int64 costs of log-probabilities; those above 0 count as 0, NaN and -inf as absent."""
-    scaled = (logprobs.float() * (-1 / UNIT)).nan_to_num(nan=float(ABSENT), posinf=float(ABSENT))
-    return scaled.clamp(0, float(ABSENT)).to(torch.int64)
+    kept = logprobs.float().nan_to_num(nan=_LEAST, posinf=0.0, neginf=_LEAST).clamp(_LEAST, 0)
+    return (kept * (-1 / UNIT)).to(torch.int64)
 
 
 def array_costs_of(logprobs: NDArray[np.float32]) -> NDArray[np.int64]:
     """As `costs_of`, for an array."""
-    scaled = np.fmin(logprobs * np.float32(-1 / UNIT), np.float32(ABSENT))
-    return np.maximum(scaled, np.float32(0)).astype(np.int64)
+    kept = np.minimum(np.fmax(logprobs, np.float32(_LEAST)), np.float32(0))
+    kept *= np.float32(-1 / UNIT)
+    return kept.astype(np.int64)
 
 
 def logprobs_of(costs: Tensor) -> Tensor:

@@ -64,29 +64,30 @@ def best_prefixes(logprobs: NDArray[np.float32], budgets: list[int], depths: lis
     # tails[spot, t]: what t more greedy levels cost after a deviation there.
     tails = (greedy[:, window] - greedy[:, : deep + 1, None]).reshape(-1, deep)
     found = [_Nodes(greedy[:, :deep].ravel(), spots, np.zeros(len(spots), np.int64), parents)]
+    bounds = bound.repeat(deep + 1)
     deviations = _one_deviation(single, bound)
     wide = int(deviations.ranks.max(initial=0))
     if wide == 0:
-        return _in_order(found, bound, deep, budgets)
+        return _in_order(found, bounds, deep, budgets)
     below = np.full((rows, deep + 1, wide), ABSENT)
     below[:, :deep] = costs[:, :deep, 1 : wide + 1]
     nexts = below.reshape(-1, wide)
 
-    bounds = bound.repeat(deep + 1)
     known, total = rows * deep, sum(budgets)
+    most = 64 * total + 4096
     while True:
+        if known + len(deviations.costs) > most:
+            return None
         nodes = _follow(deviations, tails, bounds, known)
         found.append(nodes)
         base, known = known, known + len(nodes.costs)
-        if known > 64 * total + 4096:
-            return None
         if len(found) == 2 or 2 * len(nodes.costs) > total:
             bound = _bound_of(found, bound, deep, budgets)
             bounds = bound.repeat(deep + 1)
         active = (nodes.costs <= (bounds - nexts[:, 0])[nodes.spots]).nonzero()[0]
         if len(active) == 0:
-            return _in_order(found, bound, deep, budgets)
-        deviations = _deviate(nodes, active, base, nexts, bounds)
+            return _in_order(found, bounds, deep, budgets)
+        deviations = _deviate(nodes, active, base, nexts, bounds, most)
 
 
 def _first_bound(
@@ -142,11 +143,14 @@ def _follow(deviations: _Nodes, tails: Ints, bounds: Ints, known: int) -> _Nodes
     return _Nodes(table.ravel()[flat], spots[which] + steps + 1, node_ranks, node_parents)
 
 
-def _deviate(nodes: _Nodes, active: Ints, base: int, nexts: Ints, bounds: Ints) -> _Nodes:
-    """First nodes of one more deviation from active nodes, block by block of ranks: most have few within bounds."""
+def _deviate(nodes: _Nodes, active: Ints, base: int, nexts: Ints, bounds: Ints, most: int) -> _Nodes:
+    """First nodes of one more deviation from active nodes; stops soon after it has found `most`.
+
+    It goes block by block of ranks, since most nodes have few within the bound.
+    """
     parts: list[tuple[Ints, Ints, Ints]] = []
-    low, wide = 0, nexts.shape[1]
-    while low < wide and len(active):
+    count, low, wide = 0, 0, nexts.shape[1]
+    while low < wide and len(active) and count <= most:
         high = min(wide, low + max(8, _BLOCK // len(active)))
         spots = nodes.spots[active]
         block = nexts[spots, low:high]
@@ -154,6 +158,7 @@ def _deviate(nodes: _Nodes, active: Ints, base: int, nexts: Ints, bounds: Ints) 
         within = block <= bounds[spots][:, None]
         flat = within.ravel().nonzero()[0]
         which = flat // (high - low)
+        count += len(flat)
         parts.append((block.ravel()[flat], flat - which * (high - low) + (low + 1), active[which]))
         if high < wide:
             active = active[within[:, -1]]
@@ -168,9 +173,9 @@ def _deviate(nodes: _Nodes, active: Ints, base: int, nexts: Ints, bounds: Ints) 
 def _smallest(costs: Ints, budgets: list[int]) -> Ints:
     """The B-th smallest cost of each row [R, n]; where fewer are present, the largest cost that is not absent."""
     count = costs.shape[1]
-    wanted = [max(0, min(budget, count) - 1) for budget in budgets]
+    wanted = np.clip(budgets, 1, count) - 1
     parted = costs.copy()
-    parted.partition(sorted(set(wanted)), axis=1)
+    parted.partition(np.unique(wanted) if len(wanted) > 1 else wanted, axis=1)
     bound = np.minimum(parted[np.arange(len(costs)), wanted], ABSENT - 1)
     if count < max(budgets):
         bound[np.array(budgets) > count] = ABSENT - 1
@@ -189,26 +194,26 @@ def _bound_of(found: list[_Nodes], bound: Ints, deep: int, budgets: list[int]) -
     return np.where(wanted < starts[1:], np.minimum(bound, lowered), bound)
 
 
-def _in_order(found: list[_Nodes], bound: Ints, deep: int, budgets: list[int]) -> Prefixes:
+def _in_order(found: list[_Nodes], bounds: Ints, deep: int, budgets: list[int]) -> Prefixes:
     """The best of each row among the nodes found."""
     costs, spots, ranks, parents = (np.concatenate(part) for part in zip(*found, strict=True))
-    rows = (spots - 1) // (deep + 1)
-    levels = spots - 1 - rows * (deep + 1)
-    within = (costs <= bound[rows]).nonzero()[0]
-    keys = ((rows << _ROW) + costs)[within]
+    order = (costs <= bounds[spots]).nonzero()[0]
+    keys = ((spots[order] - 1) // (deep + 1) << _ROW) + costs[order]
     sorting = keys.argsort()
-    keys, order = keys[sorting], within[sorting]
+    keys, order = keys[sorting], order[sorting]
     equal = keys[1:] == keys[:-1]
     if equal.any():
-        _settle(order, keys, equal, (levels << 10) + ranks, parents)
+        _settle(order, keys, equal, ((spots - 1) % (deep + 1) << 10) + ranks, parents)
+    rows = keys >> _ROW
     starts = keys.searchsorted(np.arange(len(budgets)) << _ROW)
-    kept = np.arange(len(order)) < (starts + budgets)[rows[order]]
+    kept = np.arange(len(order)) < (starts + budgets)[rows]
     if not kept.all():
-        order = order[kept]
+        order, rows = order[kept], rows[kept]
     places = np.empty(len(costs) + 1, np.int64)
     places[order] = np.arange(len(order))
     places[-1] = -1
-    return Prefixes(rows[order], levels[order], ranks[order], costs[order], places[parents[order]])
+    levels = spots[order] - 1 - rows * (deep + 1)
+    return Prefixes(rows, levels, ranks[order], costs[order], places[parents[order]])
 
 
 def _settle(order: Ints, keys: Ints, equal: NDArray[np.bool_], details: Ints, parents: Ints) -> None:
