@@ -13,7 +13,7 @@ from ddtree.errors import CheckpointError, ConfigError
 from ddtree.noise import Noise
 from ddtree.stats import Clock
 
-WEIGHT = 3.0
+WEIGHT = 6.0
 
 
 def text(length, vocab=5, seed=0):
@@ -48,18 +48,20 @@ def mixed(own, sequences, context, order=5):
     """Probabilities after a context by the back-off rule, counted from the start."""
     found = []
     for k in range(1, min(order, len(context)) + 1):
-        counts = {}
+        counts, own_seen, table_seen = {}, set(), set()
         for sequence, weight in [(own, WEIGHT), *((s, 1.0) for s in sequences)]:
             for at in range(k, len(sequence)):
                 if sequence[at - k : at] == context[-k:]:
                     counts[sequence[at]] = counts.get(sequence[at], 0.0) + weight
-        found.append(counts)
+                    (own_seen if sequence is own else table_seen).add(sequence[at])
+        found.append((counts, own_seen, table_seen))
     left, scores = 1.0, {}
-    for counts in reversed(found):
-        mass = sum(counts.values())
-        left /= mass + 1
+    for counts, own_seen, table_seen in reversed(found):
+        mass, different = sum(counts.values()), max(len(own_seen), len(table_seen))
+        share = left / (mass + 4 * different) if counts else 0.0
+        left -= share * mass
         for token, count in counts.items():
-            scores[token] = scores.get(token, 0.0) + left * count
+            scores[token] = scores.get(token, 0.0) + share * count
         if left < 1e-3:
             break
     return scores
@@ -117,7 +119,7 @@ def test_a_copied_span_is_drafted_to_the_depth_limit(chain):
         tree = draft(drafter, row([*span, 1, 2, *span[:4]], budget=16, depth=depth, chain=chain))
         path = tuple(span[4 : 4 + depth])
         assert path in scored(tree)
-        assert scored(tree)[path] > depth * math.log(0.99)
+        assert scored(tree)[path] > depth * math.log(0.97)
 
 
 def test_of_equal_counts_the_newest_comes_first():
@@ -267,8 +269,8 @@ def test_drafting_is_deterministic(coupling):
     [
         ({"order": 0}, r"order=0 is outside 1\.\.8"),
         ({"order": 9}, r"order=9 is outside 1\.\.8"),
-        ({"weight": 0.0}, r"weight=0\.0 must be positive"),
-        ({"weight": math.nan}, "weight=nan must be positive"),
+        ({"weight": 0.0}, r"weight=0\.0 is not a positive"),
+        ({"weight": math.nan}, "weight=nan is not a positive"),
         ({"coupling": (-1.0, 1.0)}, "beta must be"),
         ({"coupling": (0.0, 0.0)}, "kappa must be"),
     ],
