@@ -405,6 +405,8 @@ def test_tensors_of_other_heads_are_refused_by_name(folder, tensor, head):
         ({"block_size": 1}, "block_size=1 must be a whole number from 2 up"),
         ({"block_size": "16"}, "block_size='16' must be a whole number from 2 up"),
         ({"hidden_size": ...}, "config.json has no hidden_size: add it"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is beyond 256: config.json is damaged"),
+        ({"dflash__draft_vocabulary": 3}, "draft_vocabulary=3 must name a file"),
         ({"hidden_size": 0}, "hidden_size=0 must be a whole number from 1 up"),
         ({"num_key_value_heads": 3}, "4 attention heads with 3 key heads of size 8 do not fit together"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps='tiny' must be a number"),
@@ -443,6 +445,29 @@ def test_tensors_of_other_heads_are_refused_by_name(folder, tensor, head):
 )
 def test_a_config_that_cannot_be_honoured_is_refused_by_name(folder, changes, reason):
     assert refusal(change(folder, **changes)).startswith(reason)
+
+
+JUNK = [None, True, 0, -1, 1.5, 10**30, "x", [], [None], [[1]], {}, {"a": 1}]
+
+
+def test_no_value_of_any_key_ends_in_another_error(folder):
+    change(
+        folder, layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True
+    )
+    raw = config_of(folder)
+    own = dict.fromkeys([*raw["dflash_config"], "coupling", "draft_vocabulary", "projector_type", "causal"])
+    top = dict.fromkeys([*raw, "rope_parameters", "draft_vocab_size", "is_causal", "max_window_layers"])
+    cases = [{**raw, key: junk} for key in top for junk in JUNK]
+    cases += [{**raw, "dflash_config": {**raw["dflash_config"], key: junk}} for key in own for junk in JUNK]
+    cases += [{**speculators(raw), key: junk} for key in speculators(raw) for junk in JUNK]
+    refused = 0
+    for case in cases:
+        try:
+            parse(case)
+        except CheckpointError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert 200 < refused < len(cases)
 
 
 def test_unknown_and_missing_tensors_are_listed(folder):

@@ -25,7 +25,7 @@ def write(
     coupling: tuple[float, float] = (0.0, 1.0),
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write a drafter in z-lab's layout, which z-lab's package, vLLM and SGLang read too.
+    """Write a drafter in z-lab's layout, the one that other engines read too.
 
     A reduced draft vocabulary stands in a file of its own that others do not look at: they then score the whole
     vocabulary with the same network. The coupling is a further key of `dflash_config`.

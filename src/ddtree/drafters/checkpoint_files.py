@@ -62,7 +62,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         index = folder / f"{stem}.{suffix}.index.json"
         if index.exists():
             shards = read_json(index).get("weight_map")
-            if not isinstance(shards, dict):
+            if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
                 raise CheckpointError(f"{index.name} is damaged (no weight_map): {REMEDY}")
             return {
                 k: v for shard in sorted(set(shards.values())) for k, v in _weights(folder / shard).items()
@@ -79,7 +79,15 @@ def _weights(path: Path) -> dict[str, Tensor]:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name} is missing: {REMEDY}") from error
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        EOFError,
+        TypeError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
         raise CheckpointError(f"{path.name} is damaged ({first_line(error)}): {REMEDY}") from error
 
 

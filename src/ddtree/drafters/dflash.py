@@ -67,7 +67,7 @@ class DFlash:
         self.trace: Callable[[DraftRow, Tensor], None] | None = None
         """Called with each row and its marginals' log-probabilities [L, Vd] before coupling; they are overwritten
         afterwards, so keep a copy."""
-        self._device = device
+        self._device, self._dtype = device, dtype
         self._embedding = cast(Tensor, target.embed.weight)
         if embedding is not None:
             self._embedding = embedding.to(device, dtype)
@@ -91,7 +91,7 @@ class DFlash:
     @torch.inference_mode()
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
         assert features is not None, "DFlash drafts from target features"
-        self._unread[row].append(features)
+        self._unread[row].append(features.to(self._device, self._dtype))
         if sum(map(len, self._unread[row])) > _AT_ONCE:
             self._read(row, row + 1)
 
@@ -166,10 +166,9 @@ class DFlash:
         for index, row in enumerate(rows):
             if row.noise is None or row.depth == 0:
                 continue
-            # Whole rows of noise, because verification reads the same ones.
-            noise = row.noise.rows(range(len(row.tokens), len(row.tokens) + row.depth))
-            if self.draft_ids is not None:
-                noise = noise[:, self.draft_ids]
+            # Whole rows are drawn, because verification reads the same ones.
+            drawn = [row.noise.gumbel(len(row.tokens) + depth) for depth in range(row.depth)]
+            noise = torch.stack(drawn if self.draft_ids is None else [full[self.draft_ids] for full in drawn])
             own = logprobs[index, : row.depth]
             own.copy_(couple(own, noise, beta * row.temperature, kappa))
 

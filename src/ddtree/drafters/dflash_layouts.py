@@ -17,6 +17,7 @@ from ddtree.errors import CheckpointError
 SPECULATORS = "speculators"
 Z_LAB = "z-lab"
 _DEFAULT_BLOCK = 16
+_MOST_LAYERS = 256
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _NOT_DFLASH = "the drafters known here are DFlash's, with z-lab's, SpecForge's or speculators' config.json"
 # What a checkpoint of each successor calls itself, in `projector_type`, in its class name or in speculators' type.
@@ -85,7 +86,7 @@ def parse(raw: dict[str, Any]) -> Layout:
     backbone = _table(raw, "transformer_layer_config") if speculators else raw
     own = {**raw, **{k: v for k, v in _table(raw, "dflash_config").items() if v is not None}}
     _check_kind(raw, own)
-    layers = _whole(backbone, "num_hidden_layers")
+    layers = _whole(backbone, "num_hidden_layers", most=_MOST_LAYERS)
     heads = _whole(backbone, "num_attention_heads")
     key_heads = _whole(backbone, "num_key_value_heads", heads)
     hidden = _whole(backbone, "hidden_size")
@@ -129,6 +130,9 @@ def parse(raw: dict[str, Any]) -> Layout:
         final_logit_softcapping=_number(own, "final_logit_softcapping", 0.0) or None,
     )
     reduced = _whole(own, "draft_vocab_size", vocab)
+    vocabulary = own.get("draft_vocabulary")
+    if not isinstance(vocabulary, str | None):
+        raise CheckpointError(f"draft_vocabulary={vocabulary!r} must name a file")
     coupling = _table(own, "coupling")
     beta, kappa = _number(coupling, "beta", 0.0), _number(coupling, "kappa", 1.0)
     if beta < 0 or kappa <= 0:
@@ -137,14 +141,15 @@ def parse(raw: dict[str, Any]) -> Layout:
         SPECULATORS if speculators else Z_LAB,
         config,
         None if reduced == vocab else reduced,
-        own.get("draft_vocabulary"),
+        vocabulary,
         (beta, kappa),
     )
 
 
 def _check_kind(raw: dict[str, Any], own: dict[str, Any]) -> None:
     """Refuse what is no DFlash drafter, or one with parts that are not known here."""
-    names = [str(name) for name in raw.get("architectures") or []]
+    listed = raw.get("architectures")
+    names = [str(name) for name in (listed if isinstance(listed, list) else [listed])]
     kinds = [own.get("projector_type"), raw.get("speculators_model_type"), *names]
     for kind in kinds:
         for mark, successor in _SUCCESSORS.items():
@@ -211,7 +216,11 @@ def _attention(
         window = backbone.get("sliding_window")
     kinds = backbone.get("layer_types")
     if kinds is None:
-        full = backbone.get("max_window_layers", layers) if backbone.get("use_sliding_window") else layers
+        full = (
+            _whole(backbone, "max_window_layers", layers, least=0)
+            if backbone.get("use_sliding_window")
+            else layers
+        )
         kinds = [_FULL if i < full else _SLIDING for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (_FULL, _SLIDING) for k in kinds):
         raise CheckpointError(
@@ -278,7 +287,9 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole(raw: dict[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+def _whole(
+    raw: dict[str, Any], key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1
+) -> int:
     value = raw.get(key)
     if value is None:
         if default is None:
@@ -286,6 +297,8 @@ def _whole(raw: dict[str, Any], key: str, default: int | None = None, least: int
         return default
     if not _is_whole(value) or value < least:
         raise CheckpointError(f"{key}={value!r} must be a whole number from {least} up")
+    if value > most:
+        raise CheckpointError(f"{key}={value!r} is beyond {most}: config.json is damaged")
     return value
 
 
