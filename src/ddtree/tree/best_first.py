@@ -45,60 +45,56 @@ def best_first(
         )
     check_each("budgets", budgets, rows, 0, MAX_BUDGET)
     check_each("depths", depths, rows, 0, MAX_DEPTH)
-    width, depth = max(budgets), min(max(depths), tokens.shape[1])
-    if width == 0 or depth == 0 or tokens.shape[2] == 0:
+    depth = min(max(depths), tokens.shape[1])
+    if max(budgets) == 0 or depth == 0 or tokens.shape[2] == 0:
         return DraftTree.root(bonus, tokens.device)
-    tokens, logprobs = tokens[:, :depth, :width], logprobs[:, :depth, :width]
     build = _on_cpu if tokens.device.type == "cpu" else _level_by_level
-    return build(bonus, tokens, logprobs, budgets, depths)
+    return build(bonus, tokens, logprobs, budgets, [min(limit, depth) for limit in depths])
 
 
 def _on_cpu(
     bonus: list[int], tokens: Tensor, logprobs: Tensor, budgets: list[int], depths: list[int]
 ) -> DraftTree:
-    values = logprobs.detach().float().numpy()
+    values = logprobs.detach().float().numpy()[:, : max(depths), : max(budgets)]
     nodes = None
     if sum(budgets) + _ROW * len(budgets) > _SMALL:
         nodes = best_prefixes(values, budgets, depths)
     if nodes is None:
         nodes = _by_heap(values, budgets, depths)
-    row, level, rank, cost, parent = nodes
+    row, place, level, rank, cost, parent = nodes
     rows = len(bonus)
-    counts = np.bincount(row, minlength=rows)
-    place = np.arange(1, len(row) + 1) - (counts.cumsum() - counts)[row]
-    places = np.zeros(len(row) + 1, np.int64)
-    places[:-1] = place
-    length = int(counts.max()) + 1
+    sizes = np.bincount(row, minlength=rows) + 1
+    length = int(sizes.max())
     at = row * length + place
     columns = np.zeros((3, rows * length), np.int64)
     columns[0, ::length] = bonus
     columns[0, at] = tokens.numpy()[row, level, rank]
-    columns[1, at] = places[parent]
+    columns[1, at] = parent
     columns[2, at] = level + 1
     scores = np.full(rows * length, -np.inf, np.float32)
     scores[::length] = 0
     scores[at] = cost * -UNIT
-    tree_tokens, parents, tree_depths = torch.from_numpy(columns.reshape(3, rows, length)).unbind()
-    tree_scores = torch.from_numpy(scores.reshape(rows, length))
-    return DraftTree(tree_tokens, parents, tree_depths, tree_scores, (counts + 1).tolist())
+    shape = (rows, length)
+    return DraftTree(
+        torch.from_numpy(columns[0].reshape(shape)),
+        torch.from_numpy(columns[1].reshape(shape)),
+        torch.from_numpy(columns[2].reshape(shape)),
+        torch.from_numpy(scores.reshape(shape)),
+        sizes.tolist(),
+    )
 
 
 def _by_heap(values: NDArray[np.float32], budgets: list[int], depths: list[int]) -> Prefixes:
     """As `best_prefixes`, row by row."""
-    rows: list[int] = []
-    columns: tuple[list[int], ...] = ([], [], [], [])
+    columns: tuple[list[int], ...] = ([], [], [], [], [], [])
     for row, (budget, depth) in enumerate(zip(budgets, depths, strict=True)):
         if budget == 0 or depth == 0:
             continue
-        nodes = pop_order(array_costs_of(values[row, :depth, :budget]).tolist(), budget)
-        parents = nodes[-1]
-        if rows:
-            # Places count on from the rows before; the root stays -1.
-            parents = [parent + len(rows) if parent >= 0 else -1 for parent in parents]
-        rows += [row] * len(parents)
-        for column, part in zip(columns, (*nodes[:-1], parents), strict=True):
+        levels, *others = pop_order(array_costs_of(values[row, :depth, :budget]).tolist(), budget)
+        count = len(levels)
+        for column, part in zip(columns, ([row] * count, range(1, count + 1), levels, *others), strict=True):
             column += part
-    return Prefixes(np.array(rows, np.int64), *(np.array(column, np.int64) for column in columns))
+    return Prefixes(*(np.array(column, np.int64) for column in columns))
 
 
 @torch.no_grad()
@@ -110,13 +106,14 @@ def _level_by_level(
     Child j of the i-th best prefix of a level is beaten by the children up to j of the prefixes up to i, so of
     B nodes only pairs with (i + 1)(j + 1) <= B count.
     """
-    device, width = tokens.device, max(budgets)
-    beyond = torch.arange(tokens.shape[1], device=device) >= torch.tensor(depths, device=device)[:, None]
+    device, depth, width = tokens.device, max(depths), max(budgets)
+    tokens, logprobs = tokens[:, :depth, :width], logprobs[:, :depth, :width]
+    beyond = torch.arange(depth, device=device) >= torch.tensor(depths, device=device)[:, None]
     steps = costs_of(logprobs).masked_fill(beyond[:, :, None], ABSENT)
     root = DraftTree.root(bonus, device)
     levels = [(root.tokens, root.parents, root.parents)]
     first, costs = 0, root.parents
-    for level in range(tokens.shape[1]):
+    for level in range(depth):
         ranks, slots = _pairs(tokens.shape[2], costs.shape[1], width, device)
         grown = costs[:, slots] + steps[:, level, ranks]
         picked = cheapest(grown, min(width, grown.shape[1]))

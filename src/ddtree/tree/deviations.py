@@ -25,10 +25,11 @@ class Prefixes(NamedTuple):
     """Nodes [n] in order, all rows' one after another: by cost, then level, rank, and the parent's place."""
 
     rows: Ints
+    places: Ints  # among the row's nodes, from 1
     levels: Ints  # from 0
     ranks: Ints
     costs: Ints
-    parents: Ints  # place in this list, -1 for the root
+    parents: Ints  # the parent's place, 0 for the root
 
 
 class _Nodes(NamedTuple):
@@ -54,26 +55,27 @@ def best_prefixes(logprobs: NDArray[np.float32], budgets: list[int], depths: lis
     """
     rows = len(logprobs)
     costs, single, bound = _first_bound(logprobs, budgets, depths)
-    deep = int(np.count_nonzero((single[:, :, 0] <= bound[:, None]).any(axis=0)))
+    alive = single <= bound[:, None, None]
+    deep = int(np.count_nonzero(alive[:, :, 0].any(axis=0)))
     if deep == 0:
-        return Prefixes(*[np.empty(0, np.int64)] * 5)
-    single = single[:, :deep]
+        return Prefixes(*[np.empty(0, np.int64)] * 6)
     window, spots, parents = _constants(rows, deep)
     greedy = np.full((rows, 2 * deep), ABSENT)
-    greedy[:, :deep] = single[:, :, 0]
+    greedy[:, :deep] = single[:, :deep, 0]
     # tails[spot, t]: what t more greedy levels cost after a deviation there.
     tails = (greedy[:, window] - greedy[:, : deep + 1, None]).reshape(-1, deep)
     found = [_Nodes(greedy[:, :deep].ravel(), spots, np.zeros(len(spots), np.int64), parents)]
     bounds = bound.repeat(deep + 1)
-    deviations = _one_deviation(single, bound)
+    deviations = _one_deviation(single, alive, deep)
     wide = int(deviations.ranks.max(initial=0))
     if wide == 0:
-        return _in_order(found, bounds, deep, budgets)
+        return _in_order(found, bounds, deep, np.array(budgets))
     below = np.full((rows, deep + 1, wide), ABSENT)
     below[:, :deep] = costs[:, :deep, 1 : wide + 1]
     nexts = below.reshape(-1, wide)
 
     known, total = rows * deep, sum(budgets)
+    limits = np.array(budgets)
     most = 64 * total + 4096
     while True:
         if known + len(deviations.costs) > most:
@@ -82,11 +84,11 @@ def best_prefixes(logprobs: NDArray[np.float32], budgets: list[int], depths: lis
         found.append(nodes)
         base, known = known, known + len(nodes.costs)
         if len(found) == 2 or 2 * len(nodes.costs) > total:
-            bound = _bound_of(found, bound, deep, budgets)
+            bound = _bound_of(found, bound, deep, limits)
             bounds = bound.repeat(deep + 1)
         active = (nodes.costs <= (bounds - nexts[:, 0])[nodes.spots]).nonzero()[0]
         if len(active) == 0:
-            return _in_order(found, bounds, deep, budgets)
+            return _in_order(found, bounds, deep, limits)
         deviations = _deviate(nodes, active, base, nexts, bounds, most)
 
 
@@ -96,7 +98,10 @@ def _first_bound(
     """Costs [R, L, K] of as many ranks as may matter; of the prefixes that end with their first deviation (or have
     none); the bound [R] that these set."""
     rows, levels, most = logprobs.shape
-    ranks = most if rows * levels * most <= 8192 else 8 + 4 * max(budgets) // levels
+    ranks = 8 + 4 * max(budgets) // levels
+    # A first level that is flat to the end of these will not do with them.
+    if ranks < most and (logprobs[:, 0, ranks] > logprobs[:, :3, 0].sum(axis=1)).any():
+        ranks = most
     while True:
         costs = array_costs_of(logprobs[:, :, :ranks])
         if min(depths) < levels:
@@ -108,21 +113,19 @@ def _first_bound(
         # Where the last rank is within the bound at some level, further ones may be.
         if ranks >= most or not (single[:, :, -1] <= bound[:, None]).any():
             return costs, single, bound
-        ranks *= 4
+        ranks = most
 
 
-def _one_deviation(single: Ints, bound: Ints) -> _Nodes:
-    """First nodes of the deviations from the greedy path, whose node of row r and level d stands at r * L + d."""
-    deep = single.shape[1]
-    ends = single[:, :, 1:]
-    alive = ends <= bound[:, None, None]
+def _one_deviation(single: Ints, alive: NDArray[np.bool_], deep: int) -> _Nodes:
+    """First nodes of the deviations from the greedy path, whose node of row r and level d is r * deep + d."""
+    _, levels, ranks = single.shape
+    alive[:, :, 0] = False
     flat = alive.ravel().nonzero()[0]
-    cell = flat // max(1, ends.shape[2])
-    rank = flat - cell * ends.shape[2] + 1
-    row = cell // deep
-    parent = cell - 1
-    parent[cell == row * deep] = -1
-    return _Nodes(ends[alive], cell + row, rank, parent)
+    cell = flat // ranks
+    row = cell // levels
+    parent = cell - row * (levels - deep) - 1
+    parent[cell == row * levels] = -1
+    return _Nodes(single.ravel()[flat], cell - row * (levels - deep - 1), flat - cell * ranks, parent)
 
 
 def _follow(deviations: _Nodes, tails: Ints, bounds: Ints, known: int) -> _Nodes:
@@ -182,19 +185,19 @@ def _smallest(costs: Ints, budgets: list[int]) -> Ints:
     return bound
 
 
-def _bound_of(found: list[_Nodes], bound: Ints, deep: int, budgets: list[int]) -> Ints:
+def _bound_of(found: list[_Nodes], bound: Ints, deep: int, budgets: Ints) -> Ints:
     """The bound that the nodes found so far set."""
-    costs, spots = (np.concatenate(part) for part in list(zip(*found, strict=True))[:2])
-    rows = (spots - 1) // (deep + 1)
-    keys = (rows << _ROW) + costs
+    rows = (np.concatenate([nodes.spots for nodes in found]) - 1) // (deep + 1)
+    keys = np.concatenate([nodes.costs for nodes in found])
+    keys += rows << _ROW
     keys.sort()
     starts = keys.searchsorted(np.arange(len(budgets) + 1) << _ROW)
-    wanted = starts[:-1] + np.maximum(np.array(budgets), 1) - 1
+    wanted = starts[:-1] + np.maximum(budgets, 1) - 1
     lowered = keys[np.minimum(wanted, len(keys) - 1)] & ((1 << _ROW) - 1)
     return np.where(wanted < starts[1:], np.minimum(bound, lowered), bound)
 
 
-def _in_order(found: list[_Nodes], bounds: Ints, deep: int, budgets: list[int]) -> Prefixes:
+def _in_order(found: list[_Nodes], bounds: Ints, deep: int, budgets: Ints) -> Prefixes:
     """The best of each row among the nodes found."""
     costs, spots, ranks, parents = (np.concatenate(part) for part in zip(*found, strict=True))
     order = (costs <= bounds[spots]).nonzero()[0]
@@ -205,15 +208,15 @@ def _in_order(found: list[_Nodes], bounds: Ints, deep: int, budgets: list[int]) 
     if equal.any():
         _settle(order, keys, equal, ((spots - 1) % (deep + 1) << 10) + ranks, parents)
     rows = keys >> _ROW
-    starts = keys.searchsorted(np.arange(len(budgets)) << _ROW)
-    kept = np.arange(len(order)) < (starts + budgets)[rows]
+    place = np.arange(1, len(order) + 1) - keys.searchsorted(np.arange(len(budgets)) << _ROW)[rows]
+    kept = place <= budgets[rows]
     if not kept.all():
-        order, rows = order[kept], rows[kept]
+        order, rows, place = order[kept], rows[kept], place[kept]
     places = np.empty(len(costs) + 1, np.int64)
-    places[order] = np.arange(len(order))
-    places[-1] = -1
+    places[order] = place
+    places[-1] = 0
     levels = spots[order] - 1 - rows * (deep + 1)
-    return Prefixes(rows, levels, ranks[order], costs[order], places[parents[order]])
+    return Prefixes(rows, place, levels, ranks[order], costs[order], places[parents[order]])
 
 
 def _settle(order: Ints, keys: Ints, equal: NDArray[np.bool_], details: Ints, parents: Ints) -> None:

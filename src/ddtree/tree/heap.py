@@ -18,15 +18,15 @@ def pop_order(steps: list[list[int]], budget: int) -> tuple[list[int], list[int]
         budget: most prefixes.
 
     Returns:
-        Level (from 0), rank, cost of each node, and its parent's place in the list, -1 for the root.
+        Level (from 0), rank and cost of each node, and its parent's place in the list, from 1; 0 for the root.
     """
     levels: list[int] = []
     ranks: list[int] = []
     costs: list[int] = []
     parents: list[int] = []
     deepest = len(steps) - 1
-    heap = [(steps[0][0], 0, 0, -1)]
-    for node in range(budget):
+    heap = [(steps[0][0], 0, 0, 0)]
+    for node in range(1, budget + 1):
         cost, level, rank, parent = heap[0]
         if cost >= ABSENT:
             break

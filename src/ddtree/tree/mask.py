@@ -20,22 +20,19 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
     if tree.parents.device.type != "cpu":
         return _on_device(tree)
     # Nodes are numbered through all rows.
-    own = np.arange(rows * nodes)
-    first = np.arange(0, rows * nodes, nodes).repeat(nodes)
-    parents = tree.parents.numpy().ravel() + first
+    parents = (tree.parents.numpy() + np.arange(0, rows * nodes, nodes)[:, None]).ravel()
     if min(tree.sizes) < nodes:
-        beyond = own - first >= np.array(tree.sizes).repeat(nodes)
+        own = np.arange(rows * nodes)
+        beyond = own % nodes >= np.array(tree.sizes).repeat(nodes)
         parents[beyond] = own[beyond]
     deepest = int(tree.depths.numpy().max())
     build = _by_doubling if nodes <= _SMALL else _by_climbing
-    return torch.from_numpy(build(own, first, parents, nodes, deepest).reshape(rows, nodes, nodes))
+    return torch.from_numpy(build(parents, nodes, deepest).reshape(rows, nodes, nodes))
 
 
-def _by_doubling(
-    own: NDArray[np.int64], first: NDArray[np.int64], parents: NDArray[np.int64], nodes: int, deepest: int
-) -> NDArray[np.bool_]:
-    mask = np.zeros((len(own), nodes), dtype=bool)
-    mask[own, own - first] = True
+def _by_doubling(parents: NDArray[np.int64], nodes: int, deepest: int) -> NDArray[np.bool_]:
+    mask = np.zeros((len(parents), nodes), dtype=bool)
+    mask.reshape(-1, nodes * nodes)[:, :: nodes + 1] = True
     # After k turns a row holds its 2^k nearest ancestors, itself the first, and `parents` is the next one up.
     for _ in range(deepest.bit_length()):
         mask |= mask.take(parents, axis=0)
@@ -43,11 +40,10 @@ def _by_doubling(
     return mask
 
 
-def _by_climbing(
-    own: NDArray[np.int64], first: NDArray[np.int64], parents: NDArray[np.int64], nodes: int, deepest: int
-) -> NDArray[np.bool_]:
-    # A node's row begins at own * nodes, and node j has column j - first in it.
-    begin = own * nodes - first
+def _by_climbing(parents: NDArray[np.int64], nodes: int, deepest: int) -> NDArray[np.bool_]:
+    own = np.arange(len(parents))
+    # A node's row begins at own * nodes; in it, its tree's first node has column 0.
+    begin = own * nodes - own // nodes * nodes
     mask = np.zeros(len(own) * nodes, dtype=bool)
     mask[begin + own] = True
     for _ in range(deepest):
