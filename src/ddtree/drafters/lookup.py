@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from operator import itemgetter
 
 import torch
@@ -93,6 +94,9 @@ class Lookup:
         """The tree of one row: nodes in the order of their score, ties by depth, then rank, then parent."""
         nodes = _Nodes(row.tokens[-1])
         contexts = [row.tokens[-self.order :]]
+        foresight = None
+        if row.noise is not None and self.coupling != PLAIN:
+            foresight = _Foresight(row.noise, self.coupling)
         # Each entry stands for a node's children from some rank on: (cost of the first, depth, rank, node, children).
         waiting: list[tuple[float, int, int, int, Candidates]] = []
 
@@ -104,9 +108,8 @@ class Lookup:
         node = 0
         while node < row.budget:
             if nodes.depths[node] < row.depth:
-                wait(
-                    node, 0, self._children(contexts[node], index, row, len(row.tokens) + nodes.depths[node])
-                )
+                position = len(row.tokens) + nodes.depths[node]
+                wait(node, 0, self._children(contexts[node], index, position, foresight))
             if not waiting:
                 break
             cost, depth, rank, parent, children = heapq.heappop(waiting)
@@ -117,24 +120,41 @@ class Lookup:
             contexts.append([*contexts[parent], token][-self.order :])
         return nodes
 
-    def _children(self, context: list[int], index: Index, row: DraftRow, position: int) -> Candidates:
+    def _children(
+        self, context: list[int], index: Index, position: int, foresight: _Foresight | None
+    ) -> Candidates:
         """Known tokens at a position with their probabilities, best first; ties by longest suffix, then newest."""
         scores, unknown = successors(context, index, self.table, self.weight)
-        if scores and row.noise is not None and self.coupling != PLAIN:
-            return self._couple(scores, unknown, row.noise, position)
+        if scores and foresight:
+            return foresight.rank(scores, unknown, position)
         return sorted(scores.items(), key=itemgetter(1), reverse=True)
 
-    def _couple(self, scores: dict[int, float], unknown: float, noise: Noise, position: int) -> Candidates:
-        """The known tokens ranked under the row's noise; the unknown ones compete as one, with its mean noise."""
-        tokens = torch.tensor(list(scores))
-        gumbel = noise.gumbel(position, tokens.to(noise.device)).cpu()
-        logq = torch.tensor([*scores.values(), unknown]).log()
-        chances = couple(
-            logq, torch.nn.functional.pad(gumbel, (0, 1), value=_MEAN_GUMBEL), *self.coupling
-        ).exp()
-        values, order = chances[:-1].sort(descending=True, stable=True)
-        ranked = zip(tokens[order].tolist(), values.tolist(), strict=True)
-        return [(token, chance) for token, chance in ranked if chance > 0]
+
+class _Foresight:
+    """Candidates ranked under a row's noise, as `ddtree.noise.couple` ranks a whole vocabulary.
+
+    The unknown tokens compete as one, with the mean of the noise. What is drawn at a position serves all nodes there.
+    """
+
+    def __init__(self, noise: Noise, coupling: tuple[float, float]) -> None:
+        self._noise = noise
+        self._beta, self._kappa = coupling
+        self._drawn: defaultdict[int, dict[int, float]] = defaultdict(dict)
+
+    def rank(self, scores: dict[int, float], unknown: float, position: int) -> Candidates:
+        drawn = self._drawn[position]
+        missing = [token for token in scores if token not in drawn]
+        if missing:
+            tokens = torch.tensor(missing, device=self._noise.device)
+            drawn.update(zip(missing, self._noise.gumbel(position, tokens).tolist(), strict=True))
+        beta, kappa = self._beta, self._kappa
+        values = [(math.log(score) + beta * drawn[token]) / kappa for token, score in scores.items()]
+        rest = (math.log(unknown) + beta * _MEAN_GUMBEL) / kappa
+        highest = max(rest, *values)
+        chances = [math.exp(value - highest) for value in values]
+        total = sum(chances) + math.exp(rest - highest)
+        ranked = sorted(zip(scores, chances, strict=True), key=itemgetter(1), reverse=True)
+        return [(token, chance / total) for token, chance in ranked if chance > 0]
 
 
 class _Nodes:
