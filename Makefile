@@ -26,7 +26,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Two workers of one thread each beat one of two: the models of the tests are tiny.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-.PHONY: demo test test-oldest lint format types check clean
+.PHONY: demo test test-exhaustive test-oldest lint format types check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp
@@ -34,6 +34,10 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/dev.stamp
 	$(PYTEST)
+
+# The tests that take minutes each and show nothing that `make test` does not imply.
+test-exhaustive: $(VENV)/dev.stamp
+	$(PYTEST) -m exhaustive
 
 # The other end of the supported range: the tests that touch transformers, against its oldest release.
 test-oldest: $(VENV)/oldest.stamp

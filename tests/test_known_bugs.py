@@ -1,15 +1,15 @@
 """Public bug reports of speculative decoding, each a test named after its symptom (those not at home elsewhere)."""
 
 import pytest
+
 import reference
 import tiny
 import words
-from scripted import Scripted
-
 from ddtree.engine import Engine
 from ddtree.sampling import SamplingParams
 from ddtree.target import Target
 from ddtree.text import Detokenizer
+from scripted import Scripted
 
 PROMPT = tiny.prompt(9)
 

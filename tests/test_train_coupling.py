@@ -1,9 +1,9 @@
 """The coupling's fit: finds how far a drafter can be trusted, and never loses to no coupling."""
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from ddtree.drafters.dflash import PLAIN, DFlash
 from ddtree.errors import ConfigError
 from ddtree.target import Target
@@ -35,7 +35,9 @@ def test_trust_falls_with_the_drafters_error():
 
 def test_noise_that_says_nothing_is_not_listened_to():
     logq, noise, chosen = traces(error=0.5)
-    fit = fit_traces(logq, noise[torch.randperm(len(noise), generator=torch.Generator().manual_seed(1))], chosen)
+    fit = fit_traces(
+        logq, noise[torch.randperm(len(noise), generator=torch.Generator().manual_seed(1))], chosen
+    )
     assert fit.beta < 0.05
     assert fit.after <= fit.before
 
@@ -55,6 +57,6 @@ def test_a_drafter_is_fitted_at_work_and_keeps_the_parameters():
 def test_greedy_decoding_has_no_noise_to_fit():
     model = tiny.model("llama")
     target = Target(model)
-    with pytest.raises(ConfigError, match="temperature=0.0 has no noise"):
+    with pytest.raises(ConfigError, match=r"temperature=0\.0 has no noise"):
         fit_coupling(target, DFlash(tiny.network(model), target), [[1]], temperature=0.0)
     assert PLAIN == (0.0, 1.0)

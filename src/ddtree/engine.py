@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -99,7 +99,8 @@ class Engine:
         self.clock = Clock()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._cache = target.new_cache()
+        # Each kind of target takes the kind of cache that it makes.
+        self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
 
     @property
