@@ -1,9 +1,12 @@
 """What differs between the transformers releases of the supported range (>=5.17, <6), in one place."""
 
 import inspect
+import sys
+from types import FrameType
 from typing import Any
 
 from torch import nn
+from transformers import GenerationMixin
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -20,3 +23,18 @@ def cache_of(output: Any) -> Any:
     """The cache in a model output, under either name."""
     fields = output.keys()
     return output["cache"] if "cache" in fields else output["past_key_values"]
+
+
+def dropped_argument(name: str) -> Any:
+    """An argument of the `generate` call that runs our `custom_generate`, read from its frame; None without one.
+
+    transformers does not forward `streamer` to a callable `custom_generate`, in any release of the range: it goes
+    through the documented signature, is fed the prompt, and is then lost.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
+
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__

@@ -1,0 +1,351 @@
+"""The Python interface: `load` a target with its drafter, then `generate` or `stream`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self, overload
+
+import torch
+
+from ddtree import prompts
+from ddtree.autoregressive import AutoregressiveTarget
+from ddtree.demo import NAME as DEMO
+from ddtree.demo import demo_drafter
+from ddtree.drafters.loading import DrafterSpec, load_drafter
+from ddtree.engine import Engine, Method, Sequence
+from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ddtree.pretrained import load_causal_lm
+from ddtree.prompts import Message, Prompt
+from ddtree.results import Piece, Result
+from ddtree.sampling import SamplingParams
+from ddtree.target import Target
+from ddtree.text import Detokenizer, bad_word_ids
+
+__all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
+
+MAX_TOKENS = 512
+"""Most tokens of an answer where nothing else is said."""
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+
+
+def load(
+    target: str | PathLike[str] | torch.nn.Module = DEMO,
+    drafter: DrafterSpec = "auto",
+    *,
+    tokenizer: Any = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    max_context: int | None = None,
+    max_rows: int = 8,
+) -> Model:
+    """Load a target and what drafts for it.
+
+    Args:
+        target: "demo", a checkpoint's folder, a Hugging Face hub id, or a loaded transformers model.
+        drafter: "auto" (the demo target's own drafter, `lookup` for others), "none", "lookup", "demo", "draft:MODEL",
+            a folder or hub id of a drafter, a `Drafter`, or a list of these, merged into one tree.
+        tokenizer: of a target that is already loaded; without one, prompts are token ids.
+        device: by default CUDA, else Apple's GPU, else the CPU.
+        dtype: "float32", "bfloat16" or "float16"; the checkpoint's own by default.
+        max_context: most tokens of prompt and answer; the model's own limit by default.
+        max_rows: sequences decoded at once; more wait their turn.
+
+    Raises:
+        CheckpointError: target or drafter is missing or damaged, or they do not fit together.
+        UnsupportedModelError: the target is no causal LM, or a drafter was named and no tree can be verified on it.
+            With "auto" or "none" such a target is decoded autoregressively.
+        ConfigError: an argument is out of range.
+    """
+    _check_whole("max_rows", max_rows)
+    if max_context is not None:
+        _check_whole("max_context", max_context)
+    if isinstance(target, torch.nn.Module):
+        if device is not None or dtype is not None:
+            raise ConfigError(
+                "device and dtype of a loaded model are its own: move it before, and leave them out"
+            )
+        model = target
+    else:
+        model, own = load_causal_lm(target, device, dtype)
+        tokenizer = tokenizer or own
+    automatic = isinstance(drafter, str) and drafter == "auto"
+    plain = drafter is None or (isinstance(drafter, str) and drafter == "none")
+    try:
+        verifier = Target(model, tokenizer, max_context=max_context)
+    except UnsupportedModelError:
+        if automatic or plain:
+            return Model(Engine(AutoregressiveTarget(model, tokenizer, max_context), None, max_rows=max_rows))
+        raise
+    if automatic:
+        drafter = _automatic(target)
+    return Model(Engine(verifier, load_drafter(drafter, verifier), max_rows=max_rows))
+
+
+class Model:
+    """A target with its drafter, ready to answer. Made by `load`.
+
+    Streams and threads may overlap: their sequences are decoded together.
+
+    Attributes:
+        engine: decodes; for finer control than the methods here.
+        target: the model whose text it is.
+        tokenizer: the target's, or None.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.target = engine.target
+        self.tokenizer = engine.target.tokenizer
+        self._lock = threading.RLock()
+
+    def encode(
+        self, prompt: Prompt, *, chat: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The token ids of a prompt, as `generate` makes them. Raises PromptError."""
+        return prompts.encode(self.tokenizer, prompt, chat=chat, template_kwargs=chat_template_kwargs)
+
+    @overload
+    def generate(
+        self,
+        prompt: str | list[int] | list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]] | list[list[dict[str, Any]]],
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> list[Result]: ...
+
+    def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        method: Method = "tree",
+        budget: int = 16,
+        depth: int = 16,
+        chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Result | list[Result]:
+        """Answer a prompt, or several at once.
+
+        Args:
+            prompt: text, token ids, or messages ([{"role": ..., "content": ...}], put through the chat template); or
+                a list of such prompts, which are decoded together, each as if alone.
+            params: how to sample; by default `SamplingParams(max_tokens=512)`.
+            method: "tree", "chain" (a tree of one path), or "off" (no drafting). None of them changes the text.
+            budget: most drafted nodes verified in one forward pass, 0 to 1024.
+            depth: how far ahead to draft, 1 to 16.
+            chat: text is one user message and goes through the chat template.
+            chat_template_kwargs: for the template.
+            sampling: fields of `SamplingParams`, in place of those of `params`; `bad_words` may hold strings. A seed
+                is every prompt's; without one each draws its own.
+
+        Raises:
+            PromptError: a prompt is empty, malformed, or does not fit the context.
+            ConfigError: an option is unknown or out of range.
+            CacheMemoryError: the device cannot hold the keys and values.
+            Exception: whatever a custom processor raised.
+        """
+        many = prompts.is_batch(prompt)
+        chosen = self._params(params, sampling)
+        encoded = [
+            self.encode(one, chat=chat, chat_template_kwargs=chat_template_kwargs)
+            for one in (prompt if many else [prompt])
+        ]
+        sequences: list[Sequence] = []
+        try:
+            for ids in encoded:
+                sequences.append(self._add(ids, chosen, method, budget, depth))
+            while any(sequence.finish_reason is None for sequence in sequences):
+                self._step()
+                for sequence in sequences:
+                    _raise_error(sequence)
+        finally:
+            for sequence in sequences:
+                self._cancel(sequence)
+        results = [Result.of(sequence) for sequence in sequences]
+        return results if many else results[0]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        method: Method = "tree",
+        budget: int = 16,
+        depth: int = 16,
+        chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Stream:
+        """Answer one prompt piece by piece; arguments and errors are those of `generate`."""
+        chosen = self._params(params, sampling)
+        ids = self.encode(prompt, chat=chat, chat_template_kwargs=chat_template_kwargs)
+        return Stream(self, self._add(ids, chosen, method, budget, depth))
+
+    def close(self) -> None:
+        """Cancel what runs and take our hooks off the target's model."""
+        with self._lock:
+            self._abandon(None)
+            self.target.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _params(self, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
+        for name in sampling:
+            if name not in _SAMPLING_FIELDS:
+                near = get_close_matches(name, (*_SAMPLING_FIELDS, "method", "budget", "depth", "chat"), 1)
+                hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(_SAMPLING_FIELDS)}"
+                raise ConfigError(f"unknown option {name!r}: {hint}")
+        words = sampling.get("bad_words")
+        if isinstance(words, str) or (words and any(isinstance(word, str) for word in words)):
+            sampling = {
+                **sampling,
+                "bad_words": self._bad_words([words] if isinstance(words, str) else words),
+            }
+        chosen = replace(params or SamplingParams(max_tokens=MAX_TOKENS), **sampling)
+        if chosen.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer: use stop_token_ids, or load with tokenizer=...")
+        return chosen
+
+    def _bad_words(self, words: Any) -> list[Any]:
+        if self.tokenizer is None:
+            raise ConfigError(
+                "bad_words as strings need a tokenizer: give token ids, or load with tokenizer=..."
+            )
+        ids: list[Any] = []
+        for word in words:
+            ids += bad_word_ids(self.tokenizer, [word]) if isinstance(word, str) else [word]
+        return ids
+
+    def _add(
+        self, ids: list[int], params: SamplingParams, method: Method, budget: int, depth: int
+    ) -> Sequence:
+        _check_whole("budget", budget)
+        _check_whole("depth", depth)
+        text = None
+        if self.tokenizer is not None:
+            text = Detokenizer(
+                self.tokenizer,
+                params.stop,
+                include_stop=params.include_stop,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+        with self._lock:
+            return self.engine.add(ids, params, method=method, budget=budget, depth=depth, text=text)
+
+    def _step(self) -> None:
+        with self._lock:
+            try:
+                self.engine.step()
+            except BaseException as error:
+                # A round that broke off leaves every row of it half done.
+                self._abandon(error)
+                raise
+
+    def _cancel(self, sequence: Sequence) -> None:
+        with self._lock:
+            self.engine.cancel(sequence)
+
+    def _abandon(self, error: BaseException | None) -> None:
+        for sequence in [*self.engine.running, *self.engine.waiting]:
+            if isinstance(error, Exception):
+                sequence.error = error
+            self.engine.cancel(sequence)
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of one answer. Closing it early, or dropping it, cancels the rest and frees its row."""
+
+    def __init__(self, model: Model, sequence: Sequence) -> None:
+        self._result: Result | None = None
+        self._model = model
+        self._sequence = sequence
+        self._told = sequence.prompt_length
+
+    @property
+    def result(self) -> Result:
+        """The whole answer, once it has ended or was closed. Raises ConfigError before."""
+        if self._result is None:
+            raise ConfigError("the stream has not ended: read it to its end, or close it, before its result")
+        return self._result
+
+    def __next__(self) -> Piece:
+        while self._result is None:
+            piece = self._piece()
+            if piece is not None:
+                return piece
+            self._model._step()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancel what is left of the answer; nothing happens when it has ended."""
+        if self._result is None:
+            self._model._cancel(self._sequence)
+            self._result = Result.of(self._sequence)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # While the interpreter shuts down, parts of the engine may be gone already.
+        with suppress(Exception):
+            self.close()
+
+    def _piece(self) -> Piece | None:
+        sequence = self._sequence
+        ended = sequence.finish_reason is not None
+        if ended:
+            self._result = Result.of(sequence)
+            _raise_error(sequence)
+        text = "" if sequence.text is None else sequence.text.take()
+        told, known = self._told, len(sequence.tokens)
+        if not (text or ended or (sequence.text is None and known > told)):
+            return None
+        self._told = known
+        return Piece(text, sequence.tokens[told:known], self._result)
+
+
+def _automatic(target: Any) -> DrafterSpec:
+    """What drafts where nothing was named."""
+    if isinstance(target, str) and target == DEMO:
+        try:
+            demo_drafter()
+            return DEMO
+        except CheckpointError:
+            pass
+    return "lookup"
+
+
+def _raise_error(sequence: Sequence) -> None:
+    if sequence.error is not None:
+        raise sequence.error
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be a whole number, not {value!r}")
