@@ -102,6 +102,7 @@ def test_each_seed_gives_the_same_text_with_every_drafter(kind, coupled, tempera
     assert outputs(drafter, temperature, 500, method) == plain(temperature, 500)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @COUPLED
