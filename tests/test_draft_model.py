@@ -244,9 +244,9 @@ def test_other_meanings_of_ids_are_refused(words):
 def test_paddings_and_further_tokens_do_no_harm():
     drafter = DraftModel(*pair("abcd", "abcde", draft_size=40))
     # The target's ids from 40 on are unknown to the draft model.
-    tree = draft(drafter, row([3, 45, 7, 47]))
+    tree = draft(drafter, row([3, 45, 7, 47]), row([3, 45, 7, 47] * 12))
     assert int(tree.tokens[:, 1:].max()) < 40
-    assert tree.sizes == [16]
+    assert tree.sizes == [16, 16]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ class DraftModel:
             self._backlog[row] = last
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
-        self._backlog[row] += tokens
+        # Ids that only the target has can stand in a text; any other token will do in their place.
+        self._backlog[row] += [min(token, self.vocab_size - 1) for token in tokens]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
@@ -187,7 +188,7 @@ class _Growth:
         tokens = torch.tensor(
             [part + [0] * (most + 1 - len(part)) for part in self.backlog], device=bonus.device
         )
-        tokens.scatter_(1, self._offsets[:, None], bonus)
+        tokens.scatter_(1, self._offsets[:, None], bonus.clamp(max=self._drafter.vocab_size - 1))
         columns = torch.arange(most + 1, device=bonus.device)
         depths = columns.minimum(self._offsets[:, None])
         self._seen = (columns <= self._offsets[:, None])[:, None]
@@ -204,9 +205,7 @@ class _Growth:
         return self._run(tokens, depths, self._seen, keep=0)
 
     def _run(self, tokens: Tensor, depths: Tensor, visible: Tensor | None, keep: int) -> Tensor:
-        # Ids that only the target has can stand in a text; any other token will do in their place.
-        known = tokens.clamp(max=self._drafter.vocab_size - 1)
-        logits = self._model.extend(self._cache, known, depths, visible, keep=keep).logits
+        logits = self._model.extend(self._cache, tokens, depths, visible, keep=keep).logits
         assert logits is not None
         return logits[..., : self._drafter.vocab_size]
 
