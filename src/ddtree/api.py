@@ -19,7 +19,7 @@ from ddtree.demo import NAME as DEMO
 from ddtree.demo import demo_drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine import Engine, Method, Sequence
-from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.pretrained import load_causal_lm
 from ddtree.prompts import Message, Prompt
 from ddtree.results import Piece, Result
@@ -257,6 +257,13 @@ class Model:
         with self._lock:
             try:
                 self.engine.step()
+            except torch.OutOfMemoryError as error:
+                full = CacheMemoryError(
+                    f"{self.target.device} ran out of memory: use fewer sequences at once, shorter prompts, a smaller "
+                    "budget or a smaller dtype"
+                )
+                self._abandon(full)
+                raise full from error
             except BaseException as error:
                 # A round that broke off leaves every row of it half done.
                 self._abandon(error)
@@ -270,7 +277,8 @@ class Model:
         for sequence in [*self.engine.running, *self.engine.waiting]:
             if isinstance(error, Exception):
                 sequence.error = error
-            self.engine.cancel(sequence)
+            with suppress(Exception):
+                self.engine.cancel(sequence)
 
 
 class Stream(Iterator[Piece]):

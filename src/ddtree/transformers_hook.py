@@ -258,9 +258,10 @@ def _nothing() -> None:
 def _refuse(config: Any, processors: Any) -> None:
     mode = config.get_generation_mode()
     if mode not in _MODES:
+        wanted = mode.value.replace("_", " ")
         raise ConfigError(
-            f"ddtree.custom_generate does greedy search and sampling, not {mode.value.replace('_', ' ')}: leave out the "
-            "options that ask for it (num_beams, penalty_alpha, prompt_lookup_num_tokens, ...)"
+            f"ddtree.custom_generate does greedy search and sampling, not {wanted}: leave out the options that ask for "
+            "it (num_beams, penalty_alpha, prompt_lookup_num_tokens, ...)"
         )
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):

@@ -77,7 +77,7 @@ def _from_folder(name: str, target: Target) -> Drafter:
     network, table = contents(folder)
     found: list[Drafter] = []
     if network is not None:
-        _refuse_language_model(name, network)
+        refuse_language_model(name, network)
         found.append(dflash_drafter.load(network, target))
     if table is not None:
         grams = NgramTable.load(table)
@@ -98,7 +98,8 @@ def contents(folder: Path) -> tuple[Path | None, Path | None]:
     return network, table if table.exists() else None
 
 
-def _refuse_language_model(name: str, folder: Path) -> None:
+def refuse_language_model(name: str, folder: Path) -> None:
+    """Raise CheckpointError when a folder holds a language model, which drafts under another name."""
     try:
         kinds = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError):

@@ -1,0 +1,7 @@
+"""`python -m ddtree`."""
+
+import sys
+
+from ddtree.cli import main
+
+sys.exit(main())

@@ -1,0 +1,140 @@
+"""Options that several commands share, and what they become."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ddtree.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ddtree.api import Model
+
+MAX_TOKENS = 512
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--target", default="demo", metavar="NAME",
+                       help="demo, a checkpoint's folder, or a Hugging Face hub id (default: demo)")  # fmt: skip
+    group.add_argument("--drafter", action="append", metavar="NAME",
+                       help="auto, none, lookup, demo, draft:MODEL, or a drafter's folder or hub id; given several "
+                       "times, they are merged into one tree (default: auto)")  # fmt: skip
+    group.add_argument("--device", help="cuda, mps or cpu (default: the first of these there is)")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+                       help="default: the checkpoint's own")  # fmt: skip
+    group.add_argument("--max-context", type=int, metavar="N", help="most tokens of prompt and answer")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+
+
+def add_drafting_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("drafting (changes the time, never the text)")
+    group.add_argument("--method", choices=("off", "chain", "tree"), default="tree", help="default: tree")
+    group.add_argument("--budget", type=int, default=16, metavar="N",
+                       help="most drafted tokens checked in one forward pass (default: 16)")  # fmt: skip
+    group.add_argument("--depth", type=int, default=16, metavar="N",
+                       help="how far ahead to draft (default: 16)")  # fmt: skip
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("-n", "--max-tokens", type=int, default=MAX_TOKENS, metavar="N",
+                       help="most tokens of an answer (default: %(default)s)")  # fmt: skip
+    group.add_argument("-t", "--temperature", type=float, metavar="T",
+                       help="0 always takes the likeliest token (default: 0, or 1 when --top-k, --top-p, --min-p or "
+                       "--seed is given)")  # fmt: skip
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--logit-bias", action="append", metavar="ID=X", help="repeatable")
+    group.add_argument("--bad-word", action="append", dest="bad_words", metavar="TEXT",
+                       help="text that the answer may not contain as these tokens; repeatable")  # fmt: skip
+    group.add_argument("--min-tokens", type=int, metavar="N")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument("--stop-token", action="append", type=int, dest="stop_token_ids", metavar="ID",
+                       help="repeatable")  # fmt: skip
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
+    group.add_argument("--seed", type=int, metavar="N", help="default: a fresh one, told by --json")
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--raw", action="store_true",
+                       help="take the prompt as it is, without the chat template")  # fmt: skip
+    group.add_argument("--system", metavar="TEXT", help="system message before the prompt")
+
+
+def load_model(args: argparse.Namespace) -> Model:
+    """The model that the options name. Raises the errors of `ddtree.load`."""
+    if args.threads is not None and not 1 <= args.threads <= 1024:
+        raise ConfigError(f"--threads {args.threads} is outside 1..1024")
+    import torch
+    from transformers.utils import logging
+
+    from ddtree.api import load
+
+    if not args.debug:
+        logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    drafters = args.drafter or ["auto"]
+    return load(
+        args.target,
+        drafters[0] if len(drafters) == 1 else drafters,
+        device=args.device,
+        dtype=args.dtype,
+        max_context=args.max_context,
+    )
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `Model.generate` that the options give."""
+    names = (
+        "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words",
+        "min_tokens", "stop", "stop_token_ids", "seed",
+    )  # fmt: skip
+    chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    temperature = args.temperature
+    if temperature is None:
+        temperature = 1.0 if {"top_k", "top_p", "min_p", "seed"} & set(chosen) else 0.0
+    if args.logit_bias:
+        chosen["logit_bias"] = dict(_bias(text) for text in args.logit_bias)
+    chosen |= {"temperature": temperature, "max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
+    return {**chosen, "method": args.method, "budget": args.budget, "depth": args.depth}
+
+
+def is_chat(args: argparse.Namespace, model: Model) -> bool:
+    """Whether text goes through the chat template: where there is one, unless --raw."""
+    templated = getattr(model.tokenizer, "chat_template", None) is not None
+    if args.system and (args.raw or not templated):
+        raise ConfigError("--system needs a chat template: the target has none, or --raw turned it off")
+    return templated and not args.raw
+
+
+def forgiving_output() -> None:
+    """A model may write characters that the terminal's encoding lacks: show a replacement."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def stats_line(stats: Any) -> str:
+    """Figures of one answer in one line."""
+    way = "no drafting" if stats.method == "off" else f"{stats.method} of {stats.drafter}"
+    return (
+        f"{stats.output_tokens} tokens in {stats.total:.2f} s ({stats.tokens_per_second:.1f} tokens/s), the first "
+        f"after {stats.ttft:.2f} s; {stats.rounds} rounds, {stats.tau:.2f} tokens a round; {way}"
+    )
+
+
+def _bias(text: str) -> tuple[str, float]:
+    token, _, value = text.partition("=")
+    try:
+        return token.strip(), float(value)
+    except ValueError as error:
+        raise ConfigError(f"--logit-bias {text!r} must be written ID=NUMBER") from error
