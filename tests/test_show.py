@@ -22,7 +22,7 @@ ROUNDS = Counter({0: 1, 2: 1})
 
 class Streamed:
     def __init__(self, tokens: list[int], stats: Stats) -> None:
-        self.result = SimpleNamespace(token_ids=tokens, stats=stats)
+        self.result = SimpleNamespace(token_ids=tokens, stats=stats, prompt_ids=PROMPT, seed=0)
         self._pieces = iter([f"w{token} " for token in tokens])
 
     def __iter__(self) -> Iterator[str]:
@@ -36,6 +36,7 @@ class FakeModel:
     """Answers with given tokens for each method; counts what it was asked."""
 
     tokenizer = SimpleNamespace(chat_template="x")
+    exact_tree = SAME
 
     def __init__(self, model: Any, tree: list[int]) -> None:
         self.target = Target(model)
@@ -43,13 +44,12 @@ class FakeModel:
         self.answers = {"off": SAME, "tree": tree}
         self.streamed: list[tuple[str, str]] = []
         self.warmed: list[str] = []
+        self.checked: list[str] = []
+        self.exact = {"off": SAME, "tree": self.exact_tree}
 
-    def encode(self, messages: Any) -> list[int]:
-        return PROMPT
-
-    def generate(self, messages: Any, *, method: str, max_tokens: int, **_: Any) -> None:
-        assert not self.streamed
-        self.warmed.append(method)
+    def generate(self, messages: Any, *, method: str, **_: Any) -> SimpleNamespace:
+        (self.warmed if not self.streamed else self.checked).append(method)
+        return SimpleNamespace(token_ids=self.exact[method])
 
     def stream(self, messages: Any, *, method: str, **_: Any) -> Streamed:
         self.streamed.append((messages[0]["content"], method))
@@ -99,10 +99,22 @@ def test_a_near_tie_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         model.lm_head.weight[14] = model.lm_head.weight[21]
     out = io.StringIO()
-    code, _ = run(monkeypatch, [*SAME[:2], 14, 1], out, model)
+    code, fake = run(monkeypatch, [*SAME[:2], 14, 1], out, model)
     assert code == 0
-    assert "near-tie" in out.getvalue() and "--dtype float32" in out.getvalue()
-    assert "identical, token" not in out.getvalue()
+    assert "at a near-tie" in out.getvalue() and "identical, token" not in out.getvalue()
+    assert "In float32 the texts of these prompts are identical." in out.getvalue()
+    assert fake.checked == ["off", "tree"] * 2
+
+
+def test_a_near_tie_that_float32_does_not_settle_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[14] = model.lm_head.weight[21]
+    monkeypatch.setattr(FakeModel, "exact_tree", [*SAME[:3], 1])
+    out = io.StringIO()
+    code, _ = run(monkeypatch, [*SAME[:2], 14, 1], out, model)
+    assert code == 1
+    assert "In float32 the texts of these prompts DIFFER." in out.getvalue()
 
 
 def test_a_wide_terminal_shows_both_answers_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

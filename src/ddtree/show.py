@@ -13,7 +13,9 @@ import torch
 
 from ddtree.api import Model, Result, load
 from ddtree.columns import Columns, fits
+from ddtree.engine import Method
 from ddtree.flips import Flip, first_flip
+from ddtree.target import Target
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -21,7 +23,7 @@ PROMPTS = (
     "What is the difference between a list and a tuple in Python?",
 )
 TITLES = ("one token at a time", "with a draft tree")
-METHODS = ("off", "tree")
+METHODS: tuple[Method, Method] = ("off", "tree")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Comparison:
 def run_demo(
     *,
     target: str = "demo",
-    drafter: str = "demo",
+    drafter: str = "auto",
     prompts: tuple[str, ...] = PROMPTS,
     budget: int = 16,
     max_tokens: int = 96,
@@ -65,8 +67,9 @@ def run_demo(
 ) -> int:
     """Answer each prompt both ways, streaming, and print what it took. Returns the exit code.
 
-    The code is 0 where the texts are identical, or part at a near-tie of a low-precision forward pass, which
-    is then said; 1 where they part for any other reason. Raises the errors of `load` and `stream`.
+    The code is 0 where the texts are identical, or part at a near-tie of a low-precision forward pass and are
+    identical in float32, which is then checked and said; 1 where they part for any other reason. Raises the
+    errors of `load` and `stream`.
     """
     out = out or sys.stdout
     if isinstance(out, io.TextIOWrapper):
@@ -83,14 +86,22 @@ def run_demo(
         order = (0, 1) if number % 2 == 0 else (1, 0)
         print(f"\n> {prompt}\n", file=out, flush=True)
         timed = _answer_both(model, prompt, order, options, out)
-        outputs = [list(one.result.token_ids) for one in timed]
-        flip = first_flip(
-            model.engine.target, model.encode(_messages(model, prompt)), *outputs, temperature, seed
-        )
-        comparisons.append(Comparison(prompt, timed[0], timed[1], flip))
+        plain, tree = timed
+        flip = _flip(model, plain.result, tree.result, temperature)
+        comparisons.append(Comparison(prompt, plain, tree, flip))
         print(f"\n{_line(comparisons[-1])}", file=out, flush=True)
     _report(comparisons, out)
-    return 1 if any(one.verdict == "DIFFERENT" for one in comparisons) else 0
+    ties = [one.prompt for one in comparisons if one.flip is not None and one.flip.near_tie]
+    settled = not ties or _same_in_float32(
+        load(target, drafter=drafter, dtype="float32", device=device), ties, options
+    )
+    if ties:
+        print(
+            f"In float32 the texts of these prompts {'are identical' if settled else 'DIFFER'}.",
+            file=out,
+            flush=True,
+        )
+    return 0 if settled and all(one.verdict != "DIFFERENT" for one in comparisons) else 1
 
 
 def _answer_both(
@@ -119,6 +130,21 @@ def _answer_both(
             print(file=out)
         timed[side] = Timed(stream.result, seconds)
     return timed[0], timed[1]
+
+
+def _flip(model: Model, plain: Result, tree: Result, temperature: float) -> Flip | None:
+    if plain.token_ids == tree.token_ids:
+        return None
+    target = model.engine.target
+    assert isinstance(target, Target)  # any other decodes both in the same way
+    return first_flip(target, plain.prompt_ids, plain.token_ids, tree.token_ids, temperature, plain.seed)
+
+
+def _same_in_float32(model: Model, prompts: list[str], options: dict[str, Any]) -> bool:
+    def tokens(prompt: str, method: Method) -> list[int]:
+        return model.generate(_messages(model, prompt), method=method, **options).token_ids
+
+    return all(tokens(prompt, METHODS[0]) == tokens(prompt, METHODS[1]) for prompt in prompts)
 
 
 def _messages(model: Model, prompt: str) -> Any:
@@ -183,8 +209,7 @@ def _explain(flip: Flip, prompt: str) -> str:
     if flip.near_tie:
         return (
             f"{where}, at a near-tie: the best two scores are {flip.gap:.3g} apart, and the same forward "
-            f"in another shape moves them by up to {flip.noise:.3g}. Either text is the model's own; --dtype "
-            "float32 leaves no room for it."
+            f"in another shape moves them by up to {flip.noise:.3g}. Either text is the model's own."
         )
     return (
         f"{where}, where the scores are {flip.gap:.3g} apart and the forward pass is good to "
