@@ -75,7 +75,12 @@ def run_demo(
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     model = load(target, drafter=drafter, dtype=dtype, device=device)
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "budget": budget}
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "budget": budget,
+    }
     print(f"{_describe(model, target, drafter)}, budget {budget}, temperature {temperature:g}", file=out)
     print("warming up ...", file=out, flush=True)
     for method in METHODS:
