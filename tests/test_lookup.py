@@ -250,6 +250,14 @@ def test_under_the_noise_candidates_are_ranked_by_their_chance_to_win():
         assert own == by_chance[: len(own)]
 
 
+def test_a_table_brings_its_own_coupling(tmp_path):
+    table = table_of(tmp_path, [text(300, vocab=20)], coupling=(1.0, 2.0))
+    wanted = row([0, 1], noise=Noise(1, 50), temperature=1.0)
+    own = scored(draft(Lookup(table), wanted))
+    assert own == scored(draft(Lookup(table, coupling=(1.0, 2.0)), wanted))
+    assert own != scored(draft(Lookup(table, coupling=(0.0, 1.0)), wanted))
+
+
 def test_greedy_rows_are_not_coupled():
     tokens = text(100, vocab=20)
     coupled = draft(Lookup(coupling=(1.0, 1.0)), row(tokens))

@@ -9,6 +9,8 @@ from ddtree.drafters import ngrams
 from ddtree.drafters.ngrams import NgramTable, build_table
 from ddtree.errors import CheckpointError, ConfigError
 
+SETTINGS = {"format": ngrams._FORMAT, "max_order": "5", "beta": "0", "kappa": "1"}
+
 
 def texts(count, length, vocab, seed=0):
     rng = np.random.default_rng(seed)
@@ -188,17 +190,39 @@ def test_damage_that_a_lookup_would_trip_over_is_found_at_load(tmp_path, damage,
     path = saved(tmp_path)
     arrays = load_file(path)
     damage(arrays)
-    save_file(arrays, path, metadata={"format": ngrams._FORMAT, "max_order": "5"})
+    save_file(arrays, path, metadata=SETTINGS)
     with pytest.raises(CheckpointError, match=fault):
         NgramTable.load(path)
 
 
-@pytest.mark.parametrize("order", ["0", "nine", ""])
-def test_a_bad_order_is_named(tmp_path, order):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_order": "0"},
+        {"max_order": "nine"},
+        {"beta": "-1"},
+        {"beta": "nan"},
+        {"kappa": "0"},
+        {"kappa": "inf"},
+    ],
+)
+def test_bad_settings_are_named(tmp_path, change):
     path = saved(tmp_path)
-    save_file(load_file(path), path, metadata={"format": ngrams._FORMAT, "max_order": order})
-    with pytest.raises(CheckpointError, match="max_order is"):
+    save_file(load_file(path), path, metadata=SETTINGS | change)
+    with pytest.raises(CheckpointError, match=r"its settings .*: .*; build it again"):
         NgramTable.load(path)
+
+
+def test_the_coupling_is_stored(tmp_path):
+    path = tmp_path / "t.safetensors"
+    build_table([[1, 2]], path, coupling=(0.25, 1.5))
+    assert NgramTable.load(path).coupling == (0.25, 1.5)
+
+
+def test_a_table_may_be_read_by_whom_the_umask_allows(tmp_path):
+    path, other = saved(tmp_path), tmp_path / "other"
+    other.write_bytes(b"")
+    assert path.stat().st_mode == other.stat().st_mode
 
 
 @pytest.mark.parametrize(
@@ -207,6 +231,7 @@ def test_a_bad_order_is_named(tmp_path, order):
         ({"max_order": 0}, r"max_order=0 is outside 1\.\.8"),
         ({"max_order": 9}, r"max_order=9 is outside 1\.\.8"),
         ({"max_successors": 0}, "max_successors=0 keeps nothing"),
+        ({"coupling": (-0.5, 1.0)}, r"coupling=\(-0\.5, 1\.0\): beta must be at least 0"),
         ({"max_bytes": 100}, "max_bytes=100 holds no n-gram"),
     ],
 )

@@ -32,7 +32,8 @@ class Lookup:
         vocab_size: the target's; a table with higher ids is refused.
         order: longest context, 1..8.
         weight: how much one sight in the row's own text counts against one in the table.
-        coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
+        coupling: (beta, kappa) of noise-coupled drafting; the table's own by default. (0, 1) drafts without looking
+            at the noise, as is done without a table: a text alone knows too few tokens to rank.
         device: where the trees are wanted.
 
     Raises:
@@ -51,7 +52,7 @@ class Lookup:
         vocab_size: int | None = None,
         order: int = 5,
         weight: float = 6.0,
-        coupling: tuple[float, float] = PLAIN,
+        coupling: tuple[float, float] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if not 1 <= order <= MAX_ORDER:
@@ -63,6 +64,8 @@ class Lookup:
                 f"the n-gram table holds token id {table.vocab_size - 1} and the target has {vocab_size} tokens: "
                 "build a table from the target's own answers"
             )
+        if coupling is None:
+            coupling = PLAIN if table is None else table.coupling
         couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
         self.table = table
         self.order = order
