@@ -42,7 +42,7 @@ test-exhaustive: $(VENV)/dev.stamp
 # The other end of the supported range: the tests that touch transformers, against its oldest release.
 test-oldest: $(VENV)/oldest.stamp
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
-	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(wildcard tests/test_compat*.py tests/test_target*.py)
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(wildcard tests/test_compat*.py tests/test_target*.py tests/test_engine.py tests/test_custom_generate.py)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

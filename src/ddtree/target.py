@@ -38,7 +38,7 @@ class Forward:
     features: Tensor | None
 
 
-def why_no_tree(model: nn.Module) -> str | None:
+def why_no_tree(model: Any) -> str | None:
     """Why draft trees cannot be verified on `model`, naming the layer type; None when they can."""
     config = model.config.get_text_config()
     name = type(model).__name__
