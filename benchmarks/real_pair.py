@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,23 @@ def compare(target: Any, plain: Sequence, drafted: Sequence) -> dict[str, Any]:
         "noise": flip.noise,
         "tokens": flip.tokens,
     }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: for each task the acceptance length and the speed against decoding one token at a time."""
+    lines = [
+        "| task | tau | tokens/s plain | tokens/s drafted | speedup |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for task in [*dict.fromkeys(row["task"] for row in rows), "all"]:
+        mine = [row for row in rows if task in (row["task"], "all")]
+        tau = statistics.mean(row["tau"] for row in mine)
+        plain, drafted = (
+            sum(row["tokens"] for row in mine) / sum(row[key] for row in mine)
+            for key in ("plain_s", "drafted_s")
+        )
+        lines.append(f"| {task} | {tau:.2f} | {plain:.1f} | {drafted:.1f} | {drafted / plain:.2f} |")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -92,6 +110,7 @@ def main() -> int:
             f"T={temperature:g} {args.dtype}: {len(mine)} prompts, {len(mine) - len(flips)} identical, "
             f"{len(flips) - len(wrong)} near-tie flips, {len(wrong)} other differences, mean tau {tau:.2f}"
         )
+        print(table(mine))
     failed = any(not row["equal"] and (args.dtype == "float32" or not row["near_tie"]) for row in rows)
     return 1 if failed else 0
 
