@@ -124,3 +124,14 @@ def test_a_wide_terminal_shows_both_answers_side_by_side(monkeypatch: pytest.Mon
     monkeypatch.setattr(columns.shutil, "get_terminal_size", lambda *_: os.terminal_size((100, 30)))
     run(monkeypatch, list(SAME), out)
     assert f"w3 w8 w21 w13{' ' * 36}│ w3 w8 w21 w13" in out.getvalue()
+
+
+@pytest.mark.parametrize(("load", "warned"), [(0.2, False), (7.5, True)])
+def test_a_busy_machine_is_said_to_spoil_the_times(
+    load: float, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(show.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+    monkeypatch.setattr(show.os, "cpu_count", lambda: 4)
+    out = io.StringIO()
+    run(monkeypatch, list(SAME), out)
+    assert ("this machine is busy (load 7.5 on 4 cores)" in out.getvalue()) is warned

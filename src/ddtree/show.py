@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 import time
@@ -82,6 +83,8 @@ def run_demo(
         "budget": budget,
     }
     print(f"{_describe(model, target, drafter)}, budget {budget}, temperature {temperature:g}", file=out)
+    if busy := _busy():
+        print(busy, file=out)
     print("warming up ...", file=out, flush=True)
     for method in METHODS:
         model.generate(_messages(model, prompts[0]), **{**options, "max_tokens": 8, "method": method})
@@ -161,6 +164,18 @@ def _describe(model: Model, target: str, drafter: str) -> str:
     device, dtype = model.engine.target.device, str(model.engine.target.dtype).removeprefix("torch.")
     where = f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
     return f"target {target}, drafter {drafter}, {dtype} on {where}"
+
+
+def _busy() -> str | None:
+    """A warning where other programs already keep this machine's cores busy; None where that is not known."""
+    if not hasattr(os, "getloadavg"):
+        return None
+    load_now, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load_now < cores:
+        return None
+    return (
+        f"this machine is busy (load {load_now:.1f} on {cores} cores): the times will be too long, and uneven"
+    )
 
 
 def _line(one: Comparison) -> str:
