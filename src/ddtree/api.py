@@ -103,6 +103,7 @@ class Model:
         self.target = engine.target
         self.tokenizer = engine.target.tokenizer
         self._lock = threading.RLock()
+        self._closed = False
 
     def encode(
         self, prompt: Prompt, *, chat: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -196,8 +197,9 @@ class Model:
         return Stream(self, self._add(ids, chosen, method, budget, depth))
 
     def close(self) -> None:
-        """Cancel what runs and take our hooks off the target's model."""
+        """Cancel what runs and take our hooks off the target's model; it can no longer be used through this."""
         with self._lock:
+            self._closed = True
             self._abandon(None)
             self.target.close()
 
@@ -251,6 +253,8 @@ class Model:
                 min_tokens=params.min_tokens,
             )
         with self._lock:
+            if self._closed:
+                raise ConfigError("the model is closed: load it again")
             return self.engine.add(ids, params, method=method, budget=budget, depth=depth, text=text)
 
     def _step(self) -> None:

@@ -8,21 +8,25 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
+# The newest first; the last is that of recurrent models before they had the others'.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
 
 def cache_argument(model: nn.Module) -> str:
-    """Name of the keyword by which `model` takes its key/value cache.
+    """Name of the keyword by which `model` takes its cache.
 
     transformers renamed `past_key_values` to `cache` within 5.x; the old name still works with a warning in
     newer releases, so the signature decides and not the version. Decorated forwards hide the real parameters
     behind `**kwargs` in neither case, since both releases keep `__wrapped__`.
     """
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), "past_key_values")
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in a model output, under either name."""
+    """The cache in a model output, under any of its names."""
     fields = output.keys()
-    return output["cache"] if "cache" in fields else output["past_key_values"]
+    return output[next(name for name in CACHE_NAMES if name in fields)]
 
 
 def dropped_argument(name: str) -> Any:

@@ -138,9 +138,10 @@ def load_causal_lm(
     tokenizer = read_tokenizer(name)
     folder = locate(name)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=wanted or "auto", trust_remote_code=False, output_loading_info=True
         )
+        model, report = loaded
         missing = sorted(report["missing_keys"])
         if missing:
             raise CheckpointError(

@@ -23,7 +23,7 @@ from transformers.generation import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from ddtree.autoregressive import AutoregressiveTarget
-from ddtree.compat import dropped_argument
+from ddtree.compat import CACHE_NAMES, dropped_argument
 from ddtree.drafters import Drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine import Engine, Method, Sequence
@@ -33,10 +33,10 @@ from ddtree.target import Target, why_no_tree
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What `generate` prepares for its own loop, and what says how much to return, which the config says too.
-_KNOWN = frozenset({
-    "attention_mask", "position_ids", "cache", "past_key_values", "cache_position", "use_cache", "logits_to_keep",
-    "return_dict", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
-})  # fmt: skip
+_KNOWN = {
+    *CACHE_NAMES, "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+}  # fmt: skip
 # These keep state of their own from call to call, which goes with one text only.
 _STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
@@ -283,11 +283,11 @@ def _starts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
             raise UnsupportedModelError(
                 f"{name} is an input that draft trees do not take: give input_ids alone"
             )
-    for name in ("cache", "past_key_values"):
-        cache = model_kwargs.get(name)
-        if cache is not None and cache.get_seq_length() > 0:
+    for name in CACHE_NAMES:
+        # `generate` marks the one that it was given; otherwise it made one, which stays empty.
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
             raise UnsupportedModelError(
-                f"{name} with tokens in it cannot be continued: give the whole prompt instead"
+                f"{name} of one's own is neither continued nor filled: give the whole prompt"
             )
     if input_ids.shape[1] == 0:
         raise PromptError("the prompt is empty: give at least one token")

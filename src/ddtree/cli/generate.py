@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     text = read_prompt(args)
+    if not text:
+        raise PromptError("the prompt is empty: give at least one character")
     options.forgiving_output()
     model = options.load_model(args)
     chosen = options.generation_options(args)

@@ -1,0 +1,148 @@
+"""What a checkpoint is and whether a pair fits, told from files."""
+
+import pytest
+import torch
+import transformers as hf
+
+import talker
+import tiny
+from ddtree.drafters import checkpoint, loading
+from ddtree.drafters.ngrams import build_table
+from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ddtree.inspect import inspect, is_drafter
+from ddtree.target import Target
+
+
+@pytest.fixture
+def target(tmp_path):
+    folder = tmp_path / "target"
+    tiny.model().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def network(tmp_path):
+    return str(checkpoint.write(tmp_path / "drafter", tiny.network(tiny.model()), coupling=(0.8, 1.2)))
+
+
+def facts(part):
+    return dict(part.facts)
+
+
+def test_a_target_is_described(tmp_path):
+    report = inspect(str(talker.save(tmp_path)))
+    assert report.drafter is None and report.misfits is None
+    found = facts(report.target)
+    assert found["model"].startswith("LlamaForCausalLM")
+    assert found["layers"] == "2 full attention; hidden size 32, vocabulary 260"
+    assert found["context"] == "512 tokens"
+    assert found["weights"].startswith("float32")
+    assert found["tokenizer"] == "260 tokens, with chat template"
+    assert found["draft trees"] == "can be verified"
+
+
+def test_what_is_told_is_what_loading_finds(target):
+    report, loaded = inspect(target).target, Target(tiny.model())
+    for name in ("vocab_size", "hidden_size", "num_layers", "eos_ids"):
+        assert getattr(report, name) == getattr(loaded, name)
+
+
+def test_weights_are_not_loaded(target, monkeypatch):
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", None)
+    assert inspect(target).target.embed.weight.device == torch.device("meta")
+
+
+def test_a_drafter_is_described(network):
+    report = inspect(network)
+    assert report.target is None and report.misfits is None
+    found = facts(report.drafter)
+    assert found["kind"] == "DFlash, z-lab's layout"
+    assert found["block"] == "8 slots, drafts up to 7 tokens ahead"
+    assert found["features"] == "outputs of target layers 0, 1 of 2"
+    assert found["vocabulary"] == "all 48 tokens; mask token 47; head of the target"
+    assert found["coupling"] == "beta 0.8, kappa 1.2"
+
+
+def test_a_pair_that_fits_is_said_to_from_either_side(target, network):
+    for report in (inspect(target, drafter=network), inspect(network, target=target)):
+        assert report.misfits == []
+        assert str(report).endswith(f"{network} fits {target}")
+
+
+def test_a_pair_that_does_not_fit_lists_every_reason(tmp_path, network):
+    tiny.model(vocab_size=64, num_hidden_layers=3).save_pretrained(tmp_path / "other")
+    report = inspect(network, target=str(tmp_path / "other"))
+    assert report.misfits == [
+        "it was made for a target of 2 layers, this one has 3",
+        "vocabulary of 48 tokens is not the target's 64",
+    ]
+    assert "does not fit" in str(report) and "  - vocabulary of 48" in str(report)
+
+
+def test_an_exported_folder_has_a_network_and_a_table(tmp_path, target):
+    checkpoint.write(tmp_path / "both" / loading.NETWORK, tiny.network(tiny.model()))
+    build_table([tiny.prompt(50)], tmp_path / "both" / loading.TABLE)
+    report = inspect(str(tmp_path / "both"), target=target)
+    assert report.misfits == [] and "contexts of up to" in facts(report.drafter)["n-grams"]
+
+
+def test_a_table_of_another_vocabulary_does_not_fit(tmp_path, target):
+    build_table([[90, 91, 92, 93] * 5], tmp_path / loading.TABLE)
+    report = inspect(str(tmp_path), target=target)
+    assert report.misfits == ["the n-gram table holds token id 93, and the target has 48 tokens"]
+
+
+def test_a_draft_model_is_checked_by_its_vocabulary(tmp_path, target):
+    other = str(talker.save(tmp_path / "other"))
+    assert inspect(target, drafter=f"draft:{target}").misfits == []
+    (reason,) = inspect(target, drafter=f"draft:{other}").misfits
+    assert "260 tokens and the target 48" in reason
+
+
+def test_lookup_fits_every_target_with_trees(target):
+    assert inspect(target, drafter="lookup").misfits == []
+
+
+def test_a_recurrent_target_takes_no_drafter(tmp_path):
+    config = hf.MambaConfig(vocab_size=tiny.VOCAB, hidden_size=16, num_hidden_layers=1)
+    hf.MambaForCausalLM(config).save_pretrained(tmp_path)
+    report = inspect(str(tmp_path))
+    assert "decoded autoregressively" in facts(report.target)["draft trees"]
+    assert any("cannot be verified" in reason for reason in inspect(str(tmp_path), drafter="lookup").misfits)
+
+
+def test_names_are_told_apart(tmp_path, target, network):
+    assert [is_drafter(name) for name in (target, network, "demo", "some/model")] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert is_drafter("lookup") and is_drafter("draft:demo")
+
+
+def test_two_drafters_or_three_parts_are_refused(network, target):
+    with pytest.raises(ConfigError, match="is a drafter: name the target it is for"):
+        inspect("lookup", target=network)
+    with pytest.raises(ConfigError, match="a target and its drafter, not three"):
+        inspect(network, target=target, drafter="lookup")
+
+
+def test_damage_is_named(tmp_path, target, network):
+    with pytest.raises(CheckpointError, match="/no/such/thing does not exist"):
+        inspect("/no/such/thing")
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        inspect(str(tmp_path))
+    weights = tmp_path / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        inspect(target)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="has no weights"):
+        inspect(target)
+    hf.T5Config().save_pretrained(tmp_path / "t5")
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        inspect(str(tmp_path / "t5"))
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        inspect(network)
