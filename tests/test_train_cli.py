@@ -68,7 +68,7 @@ def test_all_steps_make_a_drafter_that_reads_back(target, tmp_path, capsys):
     assert NgramTable.load(out / "ngrams.safetensors").max_order == 5
     card = (out / "dflash" / "README.md").read_text()
     assert f"{summary['data']['answer_tokens']:,} answer" in card
-    assert "| held-out | dflash + n-grams | 1 |" in card
+    assert "| held-out | 1 | 1 | dflash + n-grams |" in card
     assert "held-out, T=1, dflash: chain" in capsys.readouterr().out
 
 

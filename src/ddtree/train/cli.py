@@ -265,7 +265,7 @@ def measure(
         tau = {"chain": replay(make(), examples, make().max_depth, chain=True, dtype=dtype).tau}
         for budget in budgets:
             tau[f"B={budget}"] = replay(make(), examples, budget, dtype=dtype).tau
-        figures.append(Figure(name, drafter, 0 if examples[0].greedy else 1, tau))
+        figures.append(Figure(name, len(examples), drafter, 0 if examples[0].greedy else 1, tau))
         cells = ", ".join(f"{key} {value:.2f}" for key, value in tau.items())
         print(f"{name}, T={figures[-1].temperature}, {drafter}: {cells}", flush=True)
     return figures

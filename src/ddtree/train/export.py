@@ -22,9 +22,10 @@ EVALUATION = "evaluation.json"
 
 @dataclass(frozen=True)
 class Figure:
-    """Acceptance of one drafter, at one temperature, in one set of answers: tokens per round by budget."""
+    """Acceptance of one drafter along `count` answers of one set and temperature: tokens per round by budget."""
 
     answers: str
+    count: int
     drafter: str
     temperature: int
     tau: dict[str, float]
@@ -105,18 +106,22 @@ def card(summary: dict[str, Any], figures: list[Figure]) -> str:
         f"| machine | {summary['machine']} |",
         f"| time of the fit | {summary['seconds'] / 60:.0f} min |",
         "",
+        *([*summary["notes"], ""] if summary.get("notes") else []),
         "## Acceptance",
         "",
-        "Tokens per round (accepted drafted tokens + 1), replayed along answers not used in training.",
+        "Tokens per round (accepted drafted tokens + 1), replayed along n answers not used in training, whose user "
+        "turns the target wrote too; other prompts differ. Drafts at T = 1 were made without noise coupling.",
         "",
     ]
     columns = list(dict.fromkeys(name for figure in figures for name in figure.tau))
-    lines.append("| answers | drafter | T | " + " | ".join(columns) + " |")
-    lines.append("| --- " * (3 + len(columns)) + "|")
+    lines.append("| answers | n | T | drafter | " + " | ".join(columns) + " |")
+    lines.append("| --- " * (4 + len(columns)) + "|")
     for figure in figures:
         cells = [f"{figure.tau[name]:.2f}" if name in figure.tau else "" for name in columns]
         lines.append(
-            f"| {figure.answers} | {figure.drafter} | {figure.temperature} | " + " | ".join(cells) + " |"
+            f"| {figure.answers} | {figure.count} | {figure.temperature} | {figure.drafter} | "
+            + " | ".join(cells)
+            + " |"
         )
     return "\n".join(lines) + "\n"
 
