@@ -438,3 +438,19 @@ def test_an_error_in_a_processor_reaches_its_caller_and_no_other(model):
     with pytest.raises(ZeroDivisionError, match="mine"):
         model.generate([PROMPT, PROMPT + "?"], processors=[broken])
     assert start + "".join(other) == model.generate(PROMPT, seed=6, max_tokens=25).text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (demo.cache_folder() / demo.FOLDER / "checksums.json").exists(),
+    reason="the demo target is not fetched",
+)
+def test_the_demo_answers_alike_with_and_without_drafts():
+    model = ddtree.load("demo", dtype="float32")
+    messages = [{"role": "user", "content": "Say: the quick brown fox jumps. Now say it again."}]
+    for temperature in (0.0, 1.0):
+        options = {"seed": 3, "max_tokens": 32, "temperature": temperature}
+        drafted = model.generate(messages, **options)
+        assert drafted.text and drafted.stats.nodes > 0
+        assert drafted.token_ids == model.generate(messages, method="off", **options).token_ids
+        assert "".join(model.stream(messages, **options)) == drafted.text

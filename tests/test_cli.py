@@ -15,6 +15,7 @@ import talker
 import tiny
 from ddtree import show
 from ddtree.cli import main
+from ddtree.cli import options as options_module
 from ddtree.drafters import checkpoint
 
 PROMPT = "To be, or not to be"
@@ -94,6 +95,10 @@ def test_sampling_options_reach_the_sampler(run, model):
         "min_tokens": 3, "stop_token_ids": [80], "ignore_eos": True, "seed": 9,
     }  # fmt: skip
     assert run("generate", *options, PROMPT)[1] == chat_text(model, **fields) + "\n"
+
+
+def test_the_answers_limit_is_that_of_the_library():
+    assert options_module.MAX_TOKENS == ddtree.api.MAX_TOKENS
 
 
 def test_a_seed_alone_means_sampling(run, model):

@@ -60,7 +60,7 @@ def test_a_drafter_is_described(network):
     assert found["block"] == "8 slots, drafts up to 7 tokens ahead"
     assert found["features"] == "outputs of target layers 0, 1 of 2"
     assert found["vocabulary"] == "all 48 tokens; mask token 47; head of the target"
-    assert found["coupling"] == "beta 0.8, kappa 1.2"
+    assert found["noise"] == "coupling beta 0.8, kappa 1.2"
 
 
 def test_a_pair_that_fits_is_said_to_from_either_side(target, network):

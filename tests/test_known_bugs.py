@@ -26,7 +26,9 @@ def answer(model):
 
 def run(model, drafter, *, text=None, **fields):
     engine = Engine(Target(model), drafter)
-    sequence = engine.add(PROMPT, SamplingParams(**{"temperature": 0.0, "max_tokens": 40, **fields}), text=text)
+    sequence = engine.add(
+        PROMPT, SamplingParams(**{"temperature": 0.0, "max_tokens": 40, **fields}), text=text
+    )
     while not engine.idle:
         engine.step()
     return sequence
@@ -118,7 +120,9 @@ def test_the_seed_decides_the_text_whatever_else_is_in_the_batch(model):
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=30)
     alone = run(model, None, temperature=1.0, seed=11, max_tokens=30).output
     engine = Engine(Target(model), max_rows=5)
-    others = [engine.add(tiny.prompt(n), SamplingParams(temperature=1.0, seed=n, max_tokens=30)) for n in (3, 8, 21)]
+    others = [
+        engine.add(tiny.prompt(n), SamplingParams(temperature=1.0, seed=n, max_tokens=30)) for n in (3, 8, 21)
+    ]
     again = engine.add(PROMPT, params)
     while not engine.idle:
         engine.step()

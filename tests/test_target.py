@@ -191,3 +191,33 @@ def test_an_untested_family_is_probed_when_loaded(monkeypatch):
     monkeypatch.setattr(attention.Visibility, "bias", lambda self, window, fold=1: None)
     with pytest.raises(UnsupportedModelError, match="other logits for a draft tree"):
         Target(model)
+
+
+def path_and_tree_logits(family):
+    """The same path's logits in bfloat16, one token at a time and within a tree of decoys."""
+    model = tiny.model(family).to(torch.bfloat16)
+    target = Target(model)
+    path = tiny.prompt(12, seed=3)
+    cache, _ = start(target, [tiny.prompt(40)], 512)
+    one_by_one = []
+    for token in path:
+        one_by_one.append(target.verify(cache, DraftTree.root([token], torch.device("cpu"))).logits[0, 0])
+        cache.commit([[0]])
+    cache, _ = start(target, [tiny.prompt(40)], 512)
+    # Every node of the path is followed by two siblings of its child that nothing continues.
+    nodes, parents, depths, places = [path[0]], [0], [0], [0]
+    for depth, token in enumerate(path[1:], 1):
+        parents += [places[-1]] * 3
+        nodes += [(token + 1) % tiny.VOCAB, (token + 2) % tiny.VOCAB, token]
+        depths += [depth] * 3
+        places.append(len(nodes) - 1)
+    zeros = torch.zeros(1, len(nodes))
+    tree = DraftTree(
+        torch.tensor([nodes]), torch.tensor([parents]), torch.tensor([depths]), zeros, [len(nodes)]
+    )
+    return torch.stack(one_by_one), target.verify(cache, tree).logits[0, places]
+
+
+def test_bfloat16_logits_of_a_tree_are_bit_for_bit_those_of_plain_decoding():
+    plain, tree = path_and_tree_logits("llama")
+    assert (plain == tree).float().mean() > 0.9

@@ -116,12 +116,37 @@ def attention(
         return out.transpose(1, 2), None
     folded = query.reshape(rows, key.shape[1], groups * n, query.shape[-1])
     bias = visibility.bias(sliding_window, groups)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
+    if needs_steadying(query.device, query.dtype):
+        out = _steady(folded, key, value, bias, scale)
+    else:
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
     return out.reshape(rows, heads, n, value.shape[-1]).transpose(1, 2), None
 
 
 def _repeat(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def needs_steadying(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether fused attention rounds so coarsely that a tree's texts would part from plain decoding's at many ties."""
+    return device.type == "cpu" and dtype != torch.float32
+
+
+def _steady(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Attention whose result for a query hardly ever depends on the queries and hidden keys beside it.
+
+    PyTorch's CPU kernel rounds the weights of each block of keys to the input's 16 bits, so its result depends on
+    where a key lies. Here sums run in float32 and in the order of the keys, and hidden keys add exact zeros; the
+    weights' total is one more column of the values, so that it is summed in the same order.
+    """
+    scores = query.float() @ key.float().transpose(2, 3) * scale
+    if bias is not None:
+        scores += bias
+    weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
+    columns = torch.ones((*value.shape[:3], value.shape[3] + 1), dtype=torch.float32, device=value.device)
+    columns[..., :-1] = value
+    sums = weights @ columns
+    return (sums[..., :-1] / sums[..., -1:]).to(value.dtype)
 
 
 def _scored(

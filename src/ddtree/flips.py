@@ -7,6 +7,7 @@ apart here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ class Flip:
         tokens: what each text has there.
         gap: between the scores of the two tokens, the larger of those found with two shapes of the forward.
         noise: the most that the gap between the two best scores changed from one shape to the other, over the
-            last positions up to there.
+            last positions up to there; at least the distance of neighbouring logits in the target's dtype.
     """
 
     index: int
@@ -65,6 +66,7 @@ def first_flip(
     best = shapes[0].topk(2, dim=-1).indices
     noise = (_gaps(shapes[0], best) - _gaps(shapes[1], best)).abs().max()
     pair = torch.tensor([[one[index], other[index]]], device=best.device)
+    noise = noise.clamp(min=_spacing(float(shapes[0][-1, pair].abs().max()), target.dtype))
     gaps = torch.stack([_gaps(shape[-1:], pair)[0] for shape in shapes])
     scale = 1.0
     if temperature > 0:
@@ -72,6 +74,11 @@ def first_flip(
         noise_there = Noise(seed, target.vocab_size, target.device).gumbel(len(prefix), pair[0])
         gaps = gaps + temperature * (noise_there[0] - noise_there[1])
     return Flip(index, (one[index], other[index]), float(gaps.abs().max()) / scale, float(noise) / scale)
+
+
+def _spacing(value: float, dtype: torch.dtype) -> float:
+    """Distance from a positive value to the next one that the dtype can hold."""
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(value)) if value else 0.0
 
 
 def _gaps(logits: Tensor, pairs: Tensor) -> Tensor:

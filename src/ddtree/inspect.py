@@ -201,12 +201,8 @@ def read_drafter(name: str) -> DrafterFacts:
     if table is not None:
         found.table = NgramTable.load(table)
         size = table.stat().st_size / 1e6
-        found.facts.append(
-            (
-                "n-grams",
-                f"{found.table.contexts} contexts of up to {found.table.max_order} tokens, {size:.1f} MB",
-            )
-        )
+        contexts = f"{found.table.contexts} contexts of up to {found.table.max_order} tokens, {size:.1f} MB"
+        found.facts.append(("n-grams", f"{contexts}; {_coupling(found.table.coupling)}"))
     if not found.facts:
         raise CheckpointError(
             f"{name} holds no drafter (no config.json, no {loading.TABLE}): name a drafter's folder"
@@ -216,7 +212,6 @@ def read_drafter(name: str) -> DrafterFacts:
 
 def _network(found: DFlashCheckpoint) -> Facts:
     config, layout = found.config, found.layout
-    beta, kappa = layout.coupling
     words = f"all {config.vocab_size} tokens"
     if found.draft_ids is not None:
         words = f"{len(found.draft_ids)} of {config.vocab_size} tokens"
@@ -231,8 +226,13 @@ def _network(found: DFlashCheckpoint) -> Facts:
         ("features", f"outputs of target layers {layers} of {config.num_target_layers or 'an unknown number'}"),
         ("vocabulary", f"{words}; mask token {config.mask_token_id}; {' and '.join(parts) or 'head'} of "
          f"{'its own' if parts else 'the target'}"),
-        ("coupling", "not fitted" if (beta, kappa) == (0.0, 1.0) else f"beta {beta:g}, kappa {kappa:g}"),
+        ("noise", _coupling(layout.coupling)),
     ]  # fmt: skip
+
+
+def _coupling(fitted: tuple[float, float]) -> str:
+    beta, kappa = fitted
+    return "coupling not fitted" if fitted == (0.0, 1.0) else f"coupling beta {beta:g}, kappa {kappa:g}"
 
 
 def _misfits(target: TargetFacts, drafter: DrafterFacts) -> list[str]:
