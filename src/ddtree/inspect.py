@@ -201,8 +201,8 @@ def read_drafter(name: str) -> DrafterFacts:
     if table is not None:
         found.table = NgramTable.load(table)
         size = table.stat().st_size / 1e6
-        contexts = f"{found.table.contexts} contexts of up to {found.table.max_order} tokens, {size:.1f} MB"
-        found.facts.append(("n-grams", f"{contexts}; {_coupling(found.table.coupling)}"))
+        grams = f"{found.table.contexts} contexts of up to {found.table.max_order} tokens, {size:.1f} MB"
+        found.facts.append(("n-grams", f"{grams}; {_coupling(found.table.coupling)}"))
     if not found.facts:
         raise CheckpointError(
             f"{name} holds no drafter (no config.json, no {loading.TABLE}): name a drafter's folder"
