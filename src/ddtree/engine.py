@@ -148,18 +148,17 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Let waiting sequences join, then run one round; returns the sequences that moved on.
+        """Let waiting sequences join, or else run one round; returns the sequences that moved on.
 
-        Those with a `finish_reason` have left.
+        Those that joined have their first token. Those with a `finish_reason` have left.
         """
         moved = []
         while self.waiting and len(self.running) < self.max_rows:
             moved.append(self._join(self.waiting.popleft()))
-        self._leave()
-        if self.running:
-            moved += [sequence for sequence in self.running if sequence not in moved]
+        if not moved and self.running:
+            moved = list(self.running)
             self._round()
-            self._leave()
+        self._leave()
         return moved
 
     def _join(self, sequence: Sequence) -> Sequence:
