@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py --budgets 16 32 64 --temperatures 0 1
 
-The forwards of the target and of the drafter's network are timed by hooks; what is left of a round (drafting's
+The forwards of the target and of the drafter's network are timed from inside; what is left of a round (drafting's
 top-k, tree building, mask, sampling, walk, commit, bookkeeping) is overhead. Budgets and temperatures alternate, turn
 by turn, and medians over rounds are shown.
 """
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import ddtree
@@ -26,20 +27,22 @@ PROMPTS = (
 
 
 class ForwardTimer:
-    """Seconds inside the forwards of some modules."""
+    """Seconds inside some methods of the models."""
 
-    def __init__(self, modules: list[Any]) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._since = 0.0
-        for module in modules:
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
 
-    def _enter(self, *_: Any) -> None:
-        self._since = time.perf_counter()
+    def watch(self, owner: Any, name: str) -> None:
+        method: Callable[..., Any] = getattr(owner, name)
 
-    def _leave(self, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self._since
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            since = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - since
+
+        setattr(owner, name, timed)
 
 
 def main() -> None:
@@ -57,8 +60,14 @@ def main() -> None:
     model = ddtree.load(args.target, drafter=args.drafter)
     engine = model.engine
     drafters = getattr(engine.drafter, "drafters", [engine.drafter])
-    networks = [drafter.network for drafter in drafters if hasattr(drafter, "network")]
-    timer = ForwardTimer([engine.target.model, *networks])
+    timer = ForwardTimer()
+    timer.watch(engine.target.model, "forward")
+    for drafter in drafters:
+        if hasattr(drafter, "network"):
+            # What a drafter's pass consists of: features to context, the block, the head.
+            for name in ("context", "inject", "block", "logits"):
+                timer.watch(drafter.network, name)
+            timer.watch(drafter, "_head")
     rounds: dict[tuple[int, float], list[tuple[float, float]]] = defaultdict(list)
     parts: dict[tuple[int, float], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for turn in range(args.turns):
