@@ -236,3 +236,51 @@ def test_no_buffer_grows_with_the_square_of_the_context(prompts, texts):
     assert sequence.tokens == texts[0]
     assert engine._cache._keys[0].shape[2] <= 512
     assert torch.is_tensor(engine._cache._keys[0])
+
+
+@pytest.mark.parametrize("kind", ["tree", "draft", "merged"])
+def test_a_row_that_ends_before_its_neighbour_has_drafted_spares_both(model, prompts, texts, kind):
+    """The drafter's buffers hold no row yet that only joined; one that ended with its first token is moved over."""
+    engine = Engine(Target(model), tiny.drafter(kind, model))
+    first = engine.add(prompts[0], greedy())
+    engine.step()
+    engine.step()
+    short = engine.add(prompts[1], greedy(max_tokens=1))
+    last = engine.add(prompts[2], greedy())
+    run(engine, [first, short, last])
+    assert [first.tokens, last.tokens] == [texts[0], texts[2]]
+    assert short.tokens == texts[1][: len(prompts[1]) + 1]
+
+
+def test_rows_of_different_budgets_and_depths_share_a_draft_model(model, prompts, texts):
+    engine = Engine(Target(model), tiny.drafter("draft", model))
+    sequences = [
+        engine.add(prompts[0], greedy(), budget=1),
+        engine.add(prompts[1], greedy(), budget=16, depth=1),
+    ]
+    run(engine, sequences)
+    assert [sequence.tokens for sequence in sequences] == texts[:2]
+
+
+def test_a_cancel_from_within_a_round_frees_the_row_at_its_end(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts))
+    other = engine.add(prompts[1], greedy())
+
+    def cancelling(prefix, logits):
+        if len(prefix) == len(prompts[0]) + 3:
+            engine.cancel(other)
+        return logits
+
+    one = engine.add(prompts[0], greedy(processors=(cancelling,)))
+    third = engine.add(prompts[2], greedy())
+    run(engine, [one, other, third])
+    assert [one.tokens, third.tokens] == [texts[0], texts[2]]
+    assert other.finish_reason == "cancelled"
+    assert engine._cache.rows == 0
+
+
+def test_a_processor_that_decodes_with_its_own_engine_is_told_so(model, prompts):
+    engine = Engine(Target(model))
+    sequence = engine.add(prompts[0], greedy(processors=(lambda prefix, logits: engine.step(),)))
+    run(engine, [sequence])
+    assert isinstance(sequence.error, ConfigError) and "a step is running" in str(sequence.error)

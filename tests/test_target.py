@@ -1,5 +1,7 @@
 """The target: prefill, tree verification and features equal plain forwards of transformers."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import transformers as hf
@@ -221,3 +223,43 @@ def path_and_tree_logits(family):
 def test_bfloat16_logits_of_a_tree_are_bit_for_bit_those_of_plain_decoding():
     plain, tree = path_and_tree_logits("llama")
     assert (plain == tree).float().mean() > 0.9
+
+
+def test_longrope_ends_where_its_factors_would_change():
+    """Beyond the original length a forward's longest position decides how all its tokens are turned."""
+    short = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = tiny.model(
+        "phi3",
+        sliding_window=None,
+        original_max_position_embeddings=48,
+        rope_parameters={**short, "original_max_position_embeddings": 48},
+    )
+    assert Target(model).max_context == 48
+    with pytest.raises(ConfigError, match=r"max_context=64 is outside 2\.\.48"):
+        Target(model, max_context=64)
+
+
+def test_layers_under_their_older_name_are_found():
+    torch.manual_seed(0)
+    config = hf.GPT2Config(
+        vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
+    model = hf.GPT2LMHeadModel(config).eval()
+    prompt = tiny.prompt(9)
+    _, (forward,) = start(Target(model, feature_layers=(0,)), [prompt], 4)
+    torch.testing.assert_close(forward.logits[0, 0], plain_logits(model, prompt)[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_threads_that_run_one_model_do_not_leave_our_attention_on_it():
+    model = tiny.model("llama")
+    before = model.config._attn_implementation
+    targets = [Target(model, feature_layers=(0,)) for _ in range(2)]
+    expected = [start(targets[0], [tiny.prompt(30, seed)], 1)[1][0].logits for seed in range(4)]
+
+    def decode(index):
+        return start(targets[index % 2], [tiny.prompt(30, index)], 1)[1][0].logits
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(decode, range(4)))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert model.config._attn_implementation == before

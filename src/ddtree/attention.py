@@ -7,6 +7,7 @@ shared by all layers; each layer asks it for the additive bias of its own slidin
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -174,9 +175,22 @@ def _scored(
 AttentionInterface.register(NAME, attention)
 
 
+# Two forwards that overlap in threads, of one model, would restore each other's setting.
+_switching = threading.RLock()
+
+
 @contextmanager
 def using(configs: list[Any]) -> Iterator[None]:
-    """Run models of these configs with our attention inside the block, and with their own again afterwards."""
+    """Run models of these configs with our attention inside the block, and with their own again afterwards.
+
+    Blocks of several threads run one after the other. Other code must not run the same model meanwhile.
+    """
+    with _switching, _switched(configs):
+        yield
+
+
+@contextmanager
+def _switched(configs: list[Any]) -> Iterator[None]:
     before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation_internal = NAME

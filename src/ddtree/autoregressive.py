@@ -98,5 +98,9 @@ class AutoregressiveTarget:
             arguments[self._cache_name] = cache.states[row]
         output = self.model(**arguments)
         cache.states[row] = cache_of(output)
+        if cache.states[row] is None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} gives no cache to continue a text from: ddtree cannot decode it"
+            )
         cache.lengths[row] += len(tokens)
         return output.logits[:, -1:]

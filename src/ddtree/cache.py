@@ -69,7 +69,8 @@ class KVCache:
         last = self.rows - 1
         if row != last:
             length = self.lengths[last]
-            for buffer in self._buffers():
+            # A row that holds nothing yet may lie beyond the buffers, which grow when a row is first written.
+            for buffer in self._buffers() if length else ():
                 buffer[row, :, :length] = buffer[last, :, :length]
             self.lengths[row] = self.lengths[last]
         self.lengths.pop()

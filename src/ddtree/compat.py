@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
-# The newest first; the last is that of recurrent models before they had the others'.
-CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# The newest first; the last two are those of recurrent models.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -24,9 +24,9 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in a model output, under any of its names."""
+    """The cache in a model output, under any of its names; None where it has none."""
     fields = output.keys()
-    return output[next(name for name in CACHE_NAMES if name in fields)]
+    return next((output[name] for name in CACHE_NAMES if name in fields), None)
 
 
 def dropped_argument(name: str) -> Any:

@@ -99,6 +99,7 @@ class Engine:
         self.clock = Clock()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._stepping = False
         # Each kind of target takes the kind of cache that it makes.
         self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
@@ -144,7 +145,9 @@ class Engine:
             sequence.finish("cancelled")
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
-            self._leave()
+            # Within a step, from a processor or a finalizer, rows must keep their places until its end.
+            if not self._stepping:
+                self._leave()
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
@@ -152,12 +155,18 @@ class Engine:
 
         Those that joined have their first token. Those with a `finish_reason` have left.
         """
+        if self._stepping:
+            raise ConfigError("a step is running: a processor cannot decode with the engine that runs it")
+        self._stepping = True
         moved = []
-        while self.waiting and len(self.running) < self.max_rows:
-            moved.append(self._join(self.waiting.popleft()))
-        if not moved and self.running:
-            moved = list(self.running)
-            self._round()
+        try:
+            while self.waiting and len(self.running) < self.max_rows:
+                moved.append(self._join(self.waiting.popleft()))
+            if not moved and self.running:
+                moved = list(self.running)
+                self._round()
+        finally:
+            self._stepping = False
         self._leave()
         return moved
 
@@ -235,6 +244,8 @@ class Engine:
 
     def _emit(self, sequence: Sequence, logits: Tensor) -> int:
         """Choose the next token from the logits [V] after `sequence.tokens`, append it, and see whether it ends."""
+        if sequence.finish_reason is not None:
+            return _END
         try:
             token = sequence.sampler.choose(logits, sequence.tokens, committed=len(sequence.tokens))
             if sequence.logprobs is not None:
@@ -243,6 +254,8 @@ class Engine:
             # A user's own processor may fail; that ends its sequence and spares the rows beside it.
             sequence.error = error
             sequence.finish("error")
+            return _END
+        if sequence.finish_reason is not None:
             return _END
         sequence.tokens.append(token)
         sequence.stats.output_tokens += 1

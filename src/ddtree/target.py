@@ -66,7 +66,16 @@ def why_no_tree(model: Any) -> str | None:
         return f"{name} attends bidirectionally"
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not use transformers' attention interface, so it cannot take a tree mask"
+    if not decoder_layers(model):
+        return f"{name} keeps its decoder layers where they are not found"
     return None
+
+
+def decoder_layers(model: Any) -> Any:
+    """The decoder layers of a causal LM, first to last; empty where they are under none of the usual names."""
+    decoder = model.get_decoder()
+    found = (getattr(decoder, name, None) for name in ("layers", "h"))
+    return next((layers for layers in found if isinstance(layers, nn.ModuleList)), [])
 
 
 class Target:
@@ -98,8 +107,7 @@ class Target:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
-        self._decoder = model.get_decoder()
-        self._layers = self._decoder.layers
+        self._layers = decoder_layers(model)
         self.num_layers = len(self._layers)
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
@@ -208,13 +216,14 @@ class Target:
             self._cache_name: cache,
             attention.KWARG: seen,
         }
+        features = None
         with attention.using(self._configs):
             logits = self.model(**arguments).logits
+            # Gathered before another thread may run the model, and its hooks, again.
+            if self.feature_layers:
+                features = torch.cat([self._captured[layer] for layer in self.feature_layers], dim=-1)
+                self._captured.clear()
         cache.advance()
-        features = None
-        if self.feature_layers:
-            features = torch.cat([self._captured[layer] for layer in self.feature_layers], dim=-1)
-            self._captured.clear()
         return Forward(logits, features)
 
     def _positions(self, lengths: list[int], depths: Tensor) -> Tensor:
@@ -279,8 +288,16 @@ class Target:
 
 
 def context_limit(config: Any, wanted: int | None) -> int:
-    """Most tokens of a sequence: the model's own limit, or a smaller one asked for."""
+    """Most tokens of a sequence: the model's own limit, or a smaller one asked for.
+
+    With "longrope" that is the length of the short factors: beyond it transformers turns every position of a forward
+    by others, also those whose keys are cached, so that a token's logits depend on what stands beside it.
+    """
     own = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        short = rope.get("original_max_position_embeddings")
+        own = min(own, short or getattr(config, "original_max_position_embeddings", None) or own)
     if wanted is None:
         return own
     if not 2 <= wanted <= own:

@@ -167,15 +167,19 @@ class _Growth:
         # Children of the last level, their scores, and the pending columns that their parents see.
         self._tokens = self._scores = self._seen = torch.empty(0, device=device)
         self._best = torch.zeros(len(rows), 0, device=device)
+        self._over = False
 
     def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         if depth == 1:
             scores = torch.zeros(tokens.shape, device=tokens.device)
             logits = self._first(tokens)
         else:
-            scores = self._scores_of(parents, tokens)
-            if self._finished(depth, scores):
-                return tokens[:, :, None], torch.full_like(scores, float("-inf"))[:, :, None]
+            nothing = torch.full(tokens.shape, float("-inf"), device=tokens.device)
+            scores = nothing if self._over else self._scores_of(parents, tokens)
+            # Once nothing deeper can be among the best, the levels that `grow` still asks for stay empty.
+            self._over = self._over or self._finished(depth, scores)
+            if self._over:
+                return tokens[:, :, None], nothing[:, :, None]
             logits = self._next(depth, parents, tokens)
         children, logprobs = self._children(logits, depth)
         self._tokens, self._scores = children, scores[:, :, None] + logprobs
