@@ -288,7 +288,9 @@ def test_a_reader_that_leaves_ends_it_quietly(target):
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_an_answer_exits_with_130(target):
-    process = spawn(target, "--ignore-eos", "-n", "500", "--threads", "1", PROMPT)
+    # A shell without job control starts background jobs with the interrupt ignored, and children inherit that.
+    interruptible = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = spawn(target, "--ignore-eos", "-n", "500", "--threads", "1", PROMPT, **interruptible)
     process.stdout.read(3)
     process.send_signal(signal.SIGINT)
     started = time.monotonic()
