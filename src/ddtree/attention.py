@@ -8,7 +8,7 @@ shared by all layers; each layer asks it for the additive bias of its own slidin
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,8 +93,7 @@ def attention(
     """Attention of queries [R, Hq, n, D] over keys [R, Hkv, L, D]; returns [R, n, Hq, Dv].
 
     Soft-capping (Gemma 2) and attention sinks (gpt-oss) are computed from the scores; the rest goes through
-    PyTorch's fused kernel. Query heads that share a key head are folded into rows: with a mask, PyTorch's own
-    grouped mode is several times slower on CPU.
+    PyTorch's fused kernel, or, in half precision on the CPU, through our steady one.
     """
     visibility: Visibility | None = kwargs.get(KWARG)
     if visibility is None:
@@ -102,26 +101,51 @@ def attention(
             f"{type(module).__name__} does not forward keyword arguments to its attention function, so no draft "
             'tree can be verified; use drafter="none" for plain decoding'
         )
-    rows, heads, n, _ = query.shape
-    groups = heads // key.shape[1]
+    groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is not None or s_aux is not None:
         key, value = _repeat(key, groups), _repeat(value, groups)
         bias = visibility.bias(sliding_window)
         return _scored(query, key, value, bias, scale, softcap, s_aux).transpose(1, 2), None
-    if visibility.is_causal(sliding_window) or n * groups > _FOLD_ROWS:
-        causal = visibility.is_causal(sliding_window)
-        bias = None if causal else visibility.bias(sliding_window)
+    if visibility.is_causal(sliding_window):
         key, value = _repeat(key, groups), _repeat(value, groups)
-        out = scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=causal, scale=scale)
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
         return out.transpose(1, 2), None
-    folded = query.reshape(rows, key.shape[1], groups * n, query.shape[-1])
-    bias = visibility.bias(sliding_window, groups)
-    if needs_steadying(query.device, query.dtype):
-        out = _steady(folded, key, value, bias, scale)
-    else:
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
-    return out.reshape(rows, heads, n, value.shape[-1]).transpose(1, 2), None
+    kernel = _steady if needs_steadying(query.device, query.dtype) else fused
+    out = grouped(query, key, value, lambda fold: visibility.bias(sliding_window, fold), scale, kernel)
+    return out.transpose(1, 2), None
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """PyTorch's own kernel."""
+    return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+
+
+def grouped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Callable[[int], Tensor | None],
+    scale: float,
+    kernel: Kernel = fused,
+) -> Tensor:
+    """Queries [R, Hq, n, D] over keys [R, Hkv, L, D]; returns [R, Hq, n, Dv].
+
+    Query heads that share a key head are folded into rows for the kernel: with a mask, PyTorch's own grouped mode is
+    several times slower on CPU. Beyond some rows the repeated mask costs more than repeated keys.
+
+    Args:
+        bias: the additive bias [R, 1, fold * n, L] for queries repeated `fold` times, or None.
+    """
+    rows, heads, n, size = query.shape
+    groups = heads // key.shape[1]
+    if n * groups > _FOLD_ROWS:
+        return fused(query, _repeat(key, groups), _repeat(value, groups), bias(1), scale)
+    folded = query.reshape(rows, key.shape[1], groups * n, size)
+    return kernel(folded, key, value, bias(groups), scale).reshape(rows, heads, n, value.shape[-1])
 
 
 def _repeat(x: Tensor, groups: int) -> Tensor:

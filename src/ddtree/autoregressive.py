@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddtree.compat import cache_argument, cache_of
 from ddtree.errors import UnsupportedModelError
+from ddtree.rows import drop_row
 from ddtree.target import Forward, context_limit, eos_ids, why_no_tree
 from ddtree.tree import DraftTree
 
@@ -35,9 +36,8 @@ class NativeCache:
         return self.rows - 1
 
     def drop_row(self, row: int) -> None:
-        last_length, last_state = self.lengths.pop(), self.states.pop()
-        if row < self.rows:
-            self.lengths[row], self.states[row] = last_length, last_state
+        drop_row(self.lengths, row)
+        drop_row(self.states, row)
 
     def commit(self, paths: list[list[int]]) -> None:
         """Nothing to cut: only roots are ever processed, and they are always accepted."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import CacheMemoryError
+from ddtree.rows import drop_row
 
 _FIRST_TOKENS = 256
 
@@ -72,8 +73,7 @@ class KVCache:
             # A row that holds nothing yet may lie beyond the buffers, which grow when a row is first written.
             for buffer in self._buffers() if length else ():
                 buffer[row, :, :length] = buffer[last, :, :length]
-            self.lengths[row] = self.lengths[last]
-        self.lengths.pop()
+        drop_row(self.lengths, row)
         self.pending = 0
 
     def open(self, start: int, stop: int, columns: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.drafters import Drafter, DraftRow
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
+from ddtree.rows import drop_row
 from ddtree.sampling import Sampler, SamplingParams, TokenLogprobs
 from ddtree.stats import Clock, Stats
 from ddtree.target import Target
@@ -244,6 +245,7 @@ class Engine:
 
     def _emit(self, sequence: Sequence, logits: Tensor) -> int:
         """Choose the next token from the logits [V] after `sequence.tokens`, append it, and see whether it ends."""
+        # A processor of a row before this one may have cancelled it.
         if sequence.finish_reason is not None:
             return _END
         try:
@@ -255,6 +257,7 @@ class Engine:
             sequence.error = error
             sequence.finish("error")
             return _END
+        # A processor may have cancelled the sequence it was called for.
         if sequence.finish_reason is not None:
             return _END
         sequence.tokens.append(token)
@@ -289,9 +292,7 @@ class Engine:
                 self._cache.drop_row(row)
                 if self.drafter:
                     self.drafter.drop_row(row)
-                last = self.running.pop()
-                if row < len(self.running):
-                    self.running[row] = last
+                drop_row(self.running, row)
 
     def _account(self, before: dict[str, float], sequences: list[Sequence]) -> None:
         for sequence in sequences:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddtree.cache import KVCache
 from ddtree.noise import Noise
 from ddtree.target import Target
 from ddtree.tree import DraftTree
@@ -86,13 +87,18 @@ def _gaps(logits: Tensor, pairs: Tensor) -> Tensor:
     return scores[:, 0] - scores[:, 1]
 
 
+def _prefilled(target: Target, tokens: list[int]) -> KVCache:
+    cache = target.new_cache()
+    row = cache.add_row()
+    for _ in target.prefill(cache, row, tokens):
+        pass
+    return cache
+
+
 @torch.inference_mode()
 def _one_at_a_time(target: Target, tokens: list[int], size: int) -> Tensor:
     """Logits float32 [size, V] of the last `size` tokens, as decoding without drafts computes them."""
-    cache = target.new_cache()
-    row = cache.add_row()
-    for _ in target.prefill(cache, row, tokens[:-size]):
-        pass
+    cache = _prefilled(target, tokens[:-size])
     found = []
     for token in tokens[-size:]:
         forward = target.verify(cache, DraftTree.root([token], target.device))
@@ -105,10 +111,7 @@ def _one_at_a_time(target: Target, tokens: list[int], size: int) -> Tensor:
 @torch.inference_mode()
 def _at_once(target: Target, tokens: list[int], size: int) -> Tensor:
     """The same logits out of one forward pass over all of those tokens."""
-    cache = target.new_cache()
-    row = cache.add_row()
-    for _ in target.prefill(cache, row, tokens[:-size]):
-        pass
+    cache = _prefilled(target, tokens[:-size])
     ids = torch.tensor([tokens[-size:]], device=target.device)
     forward = target.extend(cache, ids, torch.arange(size, device=target.device)[None], None)
     assert forward.logits is not None

@@ -17,7 +17,7 @@ from ddtree import attention
 from ddtree.cache import KVCache
 from ddtree.compat import cache_argument
 from ddtree.errors import ConfigError, UnsupportedModelError
-from ddtree.tree import DraftTree, ancestor_mask
+from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask
 
 TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Families whose trees are checked against plain decoding by the test suite; others are probed when loaded.
@@ -33,7 +33,6 @@ TESTED = {
     "olmo",
     "gpt_oss",
 }
-_SLACK_NODES = 1025
 
 
 @dataclass
@@ -146,7 +145,7 @@ class Target:
         self.use_features(())
 
     def new_cache(self) -> KVCache:
-        return KVCache(self.max_context + _SLACK_NODES)
+        return KVCache(self.max_context + MAX_BUDGET + 1)
 
     def prefill(
         self, cache: KVCache, row: int, tokens: list[int], chunk: int = 512
@@ -205,10 +204,11 @@ class Target:
         before = cache.pending
         width = cache.open(start, stop, n)
         lengths = cache.lengths[start:stop]
-        seen = self._visibility(lengths, before, n, width, depths, visible)
+        positions = depths + torch.tensor(lengths, device=self.device)[:, None]
+        seen = self._visibility(lengths, before, width, positions, visible)
         arguments = {
             "input_ids": tokens,
-            "position_ids": self._positions(lengths, depths),
+            "position_ids": positions,
             # Any 4-D mask keeps transformers from building its own; what counts is the visibility beside it.
             "attention_mask": torch.empty((1, 1, 1, 1), dtype=self.dtype, device=self.device),
             "use_cache": True,
@@ -226,14 +226,10 @@ class Target:
         cache.advance()
         return Forward(logits, features)
 
-    def _positions(self, lengths: list[int], depths: Tensor) -> Tensor:
-        return depths + torch.tensor(lengths, device=self.device)[:, None]
-
     def _visibility(
-        self, lengths: list[int], before: int, n: int, width: int, depths: Tensor, visible: Tensor | None
+        self, lengths: list[int], before: int, width: int, positions: Tensor, visible: Tensor | None
     ) -> attention.Visibility:
-        rows = len(lengths)
-        positions = self._positions(lengths, depths)
+        rows, n = positions.shape
         columns = torch.arange(width, device=self.device).expand(rows, width)
         if visible is None and max(lengths) == 0 and before == 0:
             causal = columns[:, None, :] <= columns[:, :, None]

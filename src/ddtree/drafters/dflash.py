@@ -13,6 +13,7 @@ from ddtree.cache import KVCache
 from ddtree.drafters import DraftRow, checkpoint
 from ddtree.drafters.dflash_net import DFlashConfig, DFlashNet
 from ddtree.noise import couple
+from ddtree.rows import drop_row
 from ddtree.stats import Clock
 from ddtree.target import Target
 from ddtree.tree import MAX_DEPTH, DraftTree, best_first
@@ -84,9 +85,7 @@ class DFlash:
 
     def drop_row(self, row: int) -> None:
         self._cache.drop_row(row)
-        last = self._unread.pop()
-        if row < len(self._unread):
-            self._unread[row] = last
+        drop_row(self._unread, row)
 
     @torch.inference_mode()
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:

@@ -15,13 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
 
+from ddtree.attention import grouped
 from ddtree.cache import KVCache
-
-# Query heads that share a key head are folded into rows up to this many: with a mask, PyTorch's own grouped mode is
-# several times slower on CPU, and beyond it the repeated mask costs more than repeated keys.
-_FOLD_ROWS = 1024
 
 Rotation = tuple[Tensor, Tensor]
 Join = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -116,7 +112,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, bias: Tensor | None, join: Callable) -> Tensor:
         query = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), rotation)
         keys, values = join(*self.keys_values(x, rotation))
-        out = grouped_attention(query.to(values.dtype), keys.to(values.dtype), values, bias)
+        query, keys = query.to(values.dtype), keys.to(values.dtype)
+        out = grouped(query, keys, values, lambda fold: _folded(bias, fold), self._size**-0.5)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, states: Tensor) -> Tensor:
@@ -266,16 +263,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def grouped_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """[R, Hq, S, D] over keys and values [R, Hkv, L, D], with an additive bias [R, 1, S, L]."""
-    rows, heads, slots, size = query.shape
-    groups = heads // keys.shape[1]
-    if groups * slots > _FOLD_ROWS:
-        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
-        return scaled_dot_product_attention(query, keys, values, attn_mask=bias)
-    folded = query.reshape(rows, keys.shape[1], groups * slots, size)
-    bias = None if bias is None else bias.repeat(1, 1, groups, 1)
-    return scaled_dot_product_attention(folded, keys, values, attn_mask=bias).view_as(query)
+def _folded(bias: Tensor | None, fold: int) -> Tensor | None:
+    return bias if bias is None or fold == 1 else bias.repeat(1, 1, fold, 1)
 
 
 def _bias(

@@ -13,6 +13,7 @@ from ddtree.cache import KVCache
 from ddtree.drafters import DraftRow
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.noise import couple
+from ddtree.rows import drop_row
 from ddtree.stats import Clock
 from ddtree.target import Target
 from ddtree.tree import MAX_DEPTH, DraftTree, grow, prune
@@ -91,9 +92,7 @@ class DraftModel:
 
     def drop_row(self, row: int) -> None:
         self._cache.drop_row(row)
-        last = self._backlog.pop()
-        if row < len(self._backlog):
-            self._backlog[row] = last
+        drop_row(self._backlog, row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
         # Ids that only the target has can stand in a text; any other token will do in their place.

@@ -15,6 +15,7 @@ from ddtree.drafters.backoff import Index, successors
 from ddtree.drafters.ngrams import MAX_ORDER, NgramTable
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.noise import Noise, couple
+from ddtree.rows import drop_row
 from ddtree.stats import Clock
 from ddtree.tree import MAX_DEPTH, DraftTree
 
@@ -78,9 +79,7 @@ class Lookup:
         self._rows.append(Index(self.order))
 
     def drop_row(self, row: int) -> None:
-        last = self._rows.pop()
-        if row < len(self._rows):
-            self._rows[row] = last
+        drop_row(self._rows, row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
         """Nothing to do: `DraftRow.tokens` tells all, the bonus token included."""

@@ -17,7 +17,7 @@ from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash import PLAIN, DFlash
 from ddtree.engine import Engine
 from ddtree.errors import ConfigError
-from ddtree.sampling import SamplingParams
+from ddtree.sampling import GREEDY_BELOW, SamplingParams
 from ddtree.target import Target
 
 
@@ -88,7 +88,7 @@ def fit_coupling(
     Raises:
         ConfigError: the temperature is 0, or no chosen token was in the draft vocabulary.
     """
-    if temperature < 1e-5:
+    if temperature < GREEDY_BELOW:
         raise ConfigError(f"temperature={temperature} has no noise to couple to: give one above 0")
     traces = _Traces(drafter, temperature)
     drafter.coupling = PLAIN

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ddtree.drafters import Drafter, DraftRow
+from ddtree.rows import drop_row
 from ddtree.stats import Clock
 from ddtree.train.data import Example
 from ddtree.tree import MAX_DEPTH, walk
@@ -87,8 +88,7 @@ def replay(
             result.accepted[accepted] += 1
             if row.at + emitted == len(row.tokens) - 1:
                 drafter.drop_row(index)
-                active[index] = active[-1]
-                active.pop()
+                drop_row(active, index)
                 done += 1
                 if report:
                     report(done)

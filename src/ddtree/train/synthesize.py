@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import ConfigError
+from ddtree.rows import drop_row
 from ddtree.target import Target
 from ddtree.train.data import (
     Conversation,
@@ -204,8 +205,7 @@ class Synthesizer:
                         conversations.append(Conversation(np.array(row.tokens), row.answer_start, row.greedy))
                         if self._layers:
                             features.append(_features(seen, index))
-                    rows[index] = rows[-1]
-                    rows.pop()
+                    drop_row(rows, index)
                     cache.drop_row(index)
                     for step in seen:
                         step[index] = step[len(rows)]
