@@ -22,6 +22,7 @@ import talker
 import tiny
 from ddtree import compat, transformers_hook
 from ddtree.drafters import checkpoint
+from ddtree.drafters.lookup import Lookup
 from ddtree.errors import CheckpointError, ConfigError, PromptError, UnsupportedModelError
 
 RAGGED = [tiny.prompt(n, n) for n in (3, 9, 6)]
@@ -294,6 +295,17 @@ def test_a_call_that_fails_leaves_no_drafter_behind(model, network):
         ours(model, RAGGED, max_new_tokens=4, drafter=network, logits_processor=LogitsProcessorList([broken]))
     assert not transformers_hook._drafters[model]
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_drafter_of_ones_own_serves_call_after_call_and_is_free_between(model):
+    drafter = Lookup(vocab_size=tiny.VOCAB)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = theirs(model, RAGGED, **options)
+    for _ in range(2):
+        assert torch.equal(ours(model, RAGGED, drafter=drafter, **options), expected)
+    with ddtree.load(tiny.model(), drafter), pytest.raises(ConfigError, match="in use by another model"):
+        ours(model, RAGGED, drafter=drafter, **options)
+    assert torch.equal(ours(model, RAGGED, drafter=drafter, **options), expected)
 
 
 def test_kept_drafters_do_not_keep_their_model_alive(network):

@@ -284,3 +284,37 @@ def test_a_processor_that_decodes_with_its_own_engine_is_told_so(model, prompts)
     sequence = engine.add(prompts[0], greedy(processors=(lambda prefix, logits: engine.step(),)))
     run(engine, [sequence])
     assert isinstance(sequence.error, ConfigError) and "a step is running" in str(sequence.error)
+
+
+class Failing(Scripted):
+    """A drafter whose rows cannot be dropped."""
+
+    def drop_row(self, row):
+        raise ZeroDivisionError("mine\ntwo")
+
+
+def test_a_row_that_cannot_be_freed_closes_the_engine(model, prompts, texts):
+    engine = Engine(Target(model), Failing(texts), max_rows=2)
+    short = engine.add(prompts[0], greedy(max_tokens=1))
+    others = [engine.add(prompts[1], greedy()), engine.add(prompts[2], greedy())]
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        engine.step()
+    assert (short.finish_reason, short.tokens) == ("length", texts[0][: len(prompts[0]) + 1])
+    assert [(s.finish_reason, str(s.error)) for s in others] == [("error", "mine\ntwo")] * 2
+    assert engine.idle and engine._cache.rows == 0
+    for call in (lambda: engine.add(prompts[0], greedy()), engine.step):
+        with pytest.raises(
+            ConfigError, match=r"is closed, a row could not be freed \(ZeroDivisionError: mine two\)"
+        ):
+            call()
+
+
+def test_a_closed_engine_cancels_what_runs_and_takes_no_more(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts), max_rows=1)
+    sequences = [engine.add(p, greedy()) for p in prompts[:2]]
+    engine.step()
+    engine.close()
+    assert [s.finish_reason for s in sequences] == ["cancelled"] * 2
+    assert engine.idle and engine._cache.rows == 0 and engine.drafter.seen == []
+    with pytest.raises(ConfigError, match="the engine is closed: load the model again"):
+        engine.add(prompts[0], greedy())

@@ -201,6 +201,7 @@ class Model:
         with self._lock:
             self._closed = True
             self._abandon(None)
+            self.engine.close()
             self.target.close()
 
     def __enter__(self) -> Self:

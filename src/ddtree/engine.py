@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.drafters import Drafter, DraftRow
+from ddtree.drafters.claims import claim, release
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
 from ddtree.rows import drop_row
 from ddtree.sampling import Sampler, SamplingParams, TokenLogprobs
@@ -81,6 +82,9 @@ class Engine:
         drafter: what proposes; None decodes autoregressively.
         max_rows: sequences decoded at once; more wait their turn.
         prefill_chunk: prompt tokens per forward.
+
+    Raises:
+        ConfigError: an argument is out of range, or the drafter is in use by another engine.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Engine:
     ) -> None:
         if max_rows < 1 or prefill_chunk < 1:
             raise ConfigError(f"max_rows={max_rows} and prefill_chunk={prefill_chunk} must be at least 1")
+        claim(drafter, self)
         self.target = target
         self.drafter = drafter
         self.max_rows = max_rows
@@ -101,6 +106,7 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._stepping = False
+        self._closed = ""
         # Each kind of target takes the kind of cache that it makes.
         self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
@@ -123,8 +129,9 @@ class Engine:
 
         Raises:
             PromptError: the prompt is empty, holds unknown ids, or leaves no room in the context.
-            ConfigError: method, budget or depth is out of range.
+            ConfigError: method, budget or depth is out of range, or the engine is closed.
         """
+        self._check_open()
         self._check(prompt, method, budget, depth)
         drafting = self.drafter is not None and method != "off"
         name = self.drafter.name if drafting and self.drafter else "none"
@@ -150,6 +157,13 @@ class Engine:
             if not self._stepping:
                 self._leave()
 
+    def close(self) -> None:
+        """Cancel what runs and let others use the drafter; nothing can be added any more."""
+        for sequence in [*self.running, *self.waiting]:
+            self.cancel(sequence)
+        self._closed = self._closed or "the engine is closed: load the model again"
+        release(self.drafter, self)
+
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Let waiting sequences join, or else run one round; returns the sequences that moved on.
@@ -158,6 +172,7 @@ class Engine:
         """
         if self._stepping:
             raise ConfigError("a step is running: a processor cannot decode with the engine that runs it")
+        self._check_open()
         self._stepping = True
         moved = []
         try:
@@ -289,10 +304,30 @@ class Engine:
         """Free the rows of ended sequences; the last row takes a freed one's place."""
         for row in reversed(range(len(self.running))):
             if self.running[row].finish_reason is not None:
-                self._cache.drop_row(row)
-                if self.drafter:
-                    self.drafter.drop_row(row)
+                try:
+                    self._cache.drop_row(row)
+                    if self.drafter:
+                        self.drafter.drop_row(row)
+                except BaseException as error:
+                    self._break(error)
+                    raise
                 drop_row(self.running, row)
+
+    def _break(self, error: BaseException) -> None:
+        """Give up: a row that is freed on one side only would go on with another's state."""
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        self._closed = f"the engine is closed, a row could not be freed ({cause}): load the model again"
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.finish_reason is None:
+                sequence.error = error if isinstance(error, Exception) else None
+                sequence.finish("error" if sequence.error else "cancelled")
+        self.running.clear()
+        self.waiting.clear()
+        self._cache = self.target.new_cache()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError(self._closed)
 
     def _account(self, before: dict[str, float], sequences: list[Sequence]) -> None:
         for sequence in sequences:

@@ -88,8 +88,7 @@ def custom_generate(
         try:
             run.decode(engine, method, budget, depth)
         finally:
-            for sequence in run.sequences:
-                engine.cancel(sequence)
+            engine.close()
         give_back()
     finally:
         target.close()
