@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import threading
 
 import pytest
@@ -164,6 +165,53 @@ def test_streams_that_overlap_give_what_each_gives_alone(model):
                 texts[n] += piece or ""
                 streams[n] = stream if piece is not None else None
     assert texts == alone
+
+
+def test_a_stream_read_while_another_thread_ends_its_answer_gets_all_of_it(model, monkeypatch):
+    """The reader comes when the answer has its finish reason, and not yet its last character."""
+    ends, reads, found = threading.Event(), threading.Event(), []
+    stream = model.stream([5, 6], max_tokens=1, processors=[half_a_character])
+    finish = stream._sequence.text.finish
+
+    def slow_finish():
+        ends.set()
+        assert reads.wait(30)
+        finish()
+
+    monkeypatch.setattr(stream._sequence.text, "finish", slow_finish)
+
+    class Watched:
+        """The model's lock, telling that the reader asks for it."""
+
+        def __enter__(self):
+            if threading.current_thread() is reader:
+                reads.set()
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    def read():
+        found.extend(stream)
+        reads.set()
+
+    lock, reader = model._lock, threading.Thread(target=read)
+    monkeypatch.setattr(model, "_lock", Watched())
+    stepper = threading.Thread(target=model._step)
+    stepper.start()
+    assert ends.wait(30)
+    reader.start()
+    for thread in (stepper, reader):
+        thread.join(30)
+    assert found == ["\ufffd"] and found[0].result.text == "\ufffd"
+
+
+def half_a_character(prefix, logits):
+    """Let the model write the first byte of a character."""
+    return torch.where(torch.arange(len(logits)) == HALF, 0.0, -1e9)
+
+
+HALF = talker.tokenizer().encode("ž", add_special_tokens=False)[0]
 
 
 def test_threads_share_a_model(model):
@@ -345,12 +393,25 @@ HUGE = 10**30
         ),
         ({"stop": ""}, "stop contains an empty string"),
         ({"bad_words": [""]}, "bad words must be a list of non-empty strings"),
+        ({"bad_words": 5}, "bad_words must be a list of token id lists, not 5"),
+        ({"bad_words": {"e": 1}}, "bad_words must be a list of token id lists, not {'e': 1}"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs must map names to values, not 5"),
+        ({"params": {"max_tokens": 5}}, "params must be SamplingParams, not dict: give fields as keyword"),
+        ({"params": 5}, "params must be SamplingParams, not int"),
     ],
 )
 def test_a_bad_option_is_named(model, options, message):
     for call in (model.generate, model.stream):
         with pytest.raises(ConfigError, match=message):
             call(PROMPT, **options)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["ab\ud800", [{"role": "user", "content": "ab\ud800"}], ["ok", "ab\ud800"]]
+)
+def test_a_prompt_with_half_a_character_is_named(model, prompt):
+    with pytest.raises(PromptError, match=r"the text holds half a character \(U\+D800 at 2\)"):
+        model.generate(prompt)
 
 
 def test_a_prompt_that_does_not_fit_the_context_is_named(model):
@@ -396,6 +457,25 @@ def test_a_missing_checkpoint_and_a_wrong_pair_are_named(tmp_path):
         CheckpointError, match="does not fit the target: vocabulary of 48 tokens is not the target's 260"
     ):
         ddtree.load(talker.model(), wrong)
+
+
+@pytest.mark.parametrize("target", [None, 5, "", b"demo", ["demo"]])
+def test_a_target_that_is_no_name_is_named(target):
+    with pytest.raises(
+        ConfigError, match=f"{re.escape(repr(target))} names no model: give demo, a checkpoint's folder"
+    ):
+        ddtree.load(target)
+
+
+def test_a_module_that_is_no_language_model_is_named():
+    with pytest.raises(
+        UnsupportedModelError, match="Linear is no transformers model: load one with AutoModelForC"
+    ):
+        ddtree.load(torch.nn.Linear(2, 2))
+    with pytest.raises(
+        UnsupportedModelError, match="LlamaModel has no language-model head: load it with AutoModelFo"
+    ):
+        ddtree.load(tiny.model().model)
 
 
 def test_an_unsupported_target_is_named(tmp_path):

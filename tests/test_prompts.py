@@ -4,7 +4,7 @@ import pytest
 
 import talker
 from ddtree import prompts
-from ddtree.errors import PromptError
+from ddtree.errors import ConfigError, PromptError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -83,3 +83,27 @@ def test_messages_without_a_template_and_text_without_a_tokenizer_are_refused():
         prompts.encode(talker.tokenizer(template=None), MESSAGES)
     with pytest.raises(PromptError, match="no tokenizer: give token ids"):
         prompts.encode(None, "hi")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "ab\ud800c",
+        [{"role": "user", "content": "ab\udfff"}],
+        [{"role": "user", "content": [{"type": "text", "text": "ab\ud800"}]}],
+    ],
+    ids=["text", "message", "part"],
+)
+def test_half_a_character_is_named(prompt):
+    with pytest.raises(PromptError, match=r"the text holds half a character \(U\+D[8F][0F][0F] at 2\)"):
+        encode(prompt)
+
+
+def test_whole_characters_beyond_the_first_plane_are_taken():
+    assert talker.tokenizer().decode(encode("🐎")) == "<s>🐎"
+
+
+@pytest.mark.parametrize("prompt", ["hi", MESSAGES])
+def test_template_arguments_that_are_no_mapping_are_named(prompt):
+    with pytest.raises(ConfigError, match="chat_template_kwargs must map names to values, not 5"):
+        encode(prompt, template_kwargs=5)

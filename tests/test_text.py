@@ -442,3 +442,8 @@ def test_bad_words_are_spelled_alone_and_after_a_space() -> None:
 def test_bad_words_that_are_no_words_are_refused(words: Any) -> None:
     with pytest.raises(ConfigError, match="bad words must be a list of non-empty strings"):
         bad_word_ids(byte_level(), words)
+
+
+def test_a_bad_word_with_half_a_character_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"bad word '\\ud800' holds half a character"):
+        bad_word_ids(byte_level(), ["fox", "\ud800"])

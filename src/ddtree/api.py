@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -20,7 +20,7 @@ from ddtree.demo import demo_drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine import Engine, Method, Sequence
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
-from ddtree.pretrained import load_causal_lm
+from ddtree.pretrained import check_causal_lm, load_causal_lm
 from ddtree.prompts import Message, Prompt
 from ddtree.results import Piece, Result
 from ddtree.sampling import SamplingParams
@@ -70,6 +70,7 @@ def load(
             raise ConfigError(
                 "device and dtype of a loaded model are its own: move it before, and leave them out"
             )
+        check_causal_lm(target)
         model = target
     else:
         model, own = load_causal_lm(target, device, dtype)
@@ -218,12 +219,16 @@ class Model:
                 near = get_close_matches(name, (*_SAMPLING_FIELDS, "method", "budget", "depth", "chat"), 1)
                 hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(_SAMPLING_FIELDS)}"
                 raise ConfigError(f"unknown option {name!r}: {hint}")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ConfigError(
+                f"params must be SamplingParams, not {type(params).__name__}: give fields as keyword arguments"
+            )
         words = sampling.get("bad_words")
-        if isinstance(words, str) or (words and any(isinstance(word, str) for word in words)):
-            sampling = {
-                **sampling,
-                "bad_words": self._bad_words([words] if isinstance(words, str) else words),
-            }
+        if isinstance(words, Iterable) and not isinstance(words, Mapping | bytes):
+            words = [words] if isinstance(words, str) else list(words)
+            if any(isinstance(word, str) for word in words):
+                words = self._bad_words(words)
+            sampling = {**sampling, "bad_words": words}
         chosen = replace(params or SamplingParams(max_tokens=MAX_TOKENS), **sampling)
         if chosen.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: use stop_token_ids, or load with tokenizer=...")
@@ -331,16 +336,18 @@ class Stream(Iterator[Piece]):
 
     def _piece(self) -> Piece | None:
         sequence = self._sequence
-        ended = sequence.finish_reason is not None
-        if ended:
-            self._result = Result.of(sequence)
-            _raise_error(sequence)
-        text = "" if sequence.text is None else sequence.text.take()
-        told, known = self._told, len(sequence.tokens)
-        if not (text or ended or (sequence.text is None and known > told)):
-            return None
-        self._told = known
-        return Piece(text, sequence.tokens[told:known], self._result)
+        # Another thread may be in the middle of a step, and of this sequence's end.
+        with self._model._lock:
+            ended = sequence.finish_reason is not None
+            if ended:
+                self._result = Result.of(sequence)
+                _raise_error(sequence)
+            text = "" if sequence.text is None else sequence.text.take()
+            told, known = self._told, len(sequence.tokens)
+            if not (text or ended or (sequence.text is None and known > told)):
+                return None
+            self._told = known
+            return Piece(text, sequence.tokens[told:known], self._result)
 
 
 def _automatic(target: Any) -> DrafterSpec:

@@ -65,7 +65,12 @@ def locate(name: str | PathLike[str]) -> str:
 
     Raises:
         CheckpointError: it can be neither a folder nor a hub id, or is a drafter's.
+        ConfigError: it is no name.
     """
+    if not isinstance(name, str | PathLike) or not fspath(name):
+        raise ConfigError(
+            f"{name!r} names no model: give demo, a checkpoint's folder, a Hugging Face hub id, or a loaded model"
+        )
     text = resolve(fspath(name))
     folder = Path(text).expanduser()
     if folder.is_dir():
@@ -156,6 +161,17 @@ def load_causal_lm(
         if isinstance(error, DDTreeError):
             raise
         raise _unreadable(name, folder, error) from error
+
+
+def check_causal_lm(model: Any) -> None:
+    """Raise UnsupportedModelError unless a module is a transformers model with a language-model head."""
+    name = type(model).__name__
+    if not all(hasattr(model, part) for part in ("config", "get_output_embeddings", "get_input_embeddings")):
+        raise UnsupportedModelError(f"{name} is no transformers model: load one with AutoModelForCausalLM")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{name} has no language-model head: load it with AutoModelForCausalLM, not AutoModel"
+        )
 
 
 def gist(error: BaseException) -> str:

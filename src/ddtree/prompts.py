@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddtree.errors import PromptError
+from ddtree.errors import ConfigError, PromptError
 
 Message = Mapping[str, Any]
 """One turn of a conversation: {"role": ..., "content": ...}."""
@@ -35,8 +35,14 @@ def encode(
 
     Raises:
         PromptError: it is empty or malformed, or the tokenizer or template for it is missing.
+        ConfigError: `template_kwargs` is no mapping.
     """
+    if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+        raise ConfigError(
+            f"chat_template_kwargs must map names to values, not {template_kwargs!r}: leave it out, or give a dict"
+        )
     if isinstance(prompt, str):
+        _check_text(prompt)
         if not prompt:
             raise PromptError("the prompt is empty: give at least one character")
         if chat:
@@ -55,7 +61,26 @@ def encode(
     return list(prompt)
 
 
+def _check_text(prompt: Any) -> None:
+    """Raise PromptError for text with half of a surrogate pair in it, which no tokenizer can read."""
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            code = ord(prompt[error.start])
+            raise PromptError(
+                f"the text holds half a character (U+{code:04X} at {error.start}): give valid Unicode"
+            ) from error
+    elif isinstance(prompt, Mapping):
+        for part in prompt.values():
+            _check_text(part)
+    elif isinstance(prompt, list | tuple):
+        for part in prompt:
+            _check_text(part)
+
+
 def _templated(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+    _check_text(messages)
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise PromptError(

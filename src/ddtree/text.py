@@ -254,12 +254,14 @@ def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...],
     same tokens is.
 
     Raises:
-        ConfigError: `words` is not a list of non-empty strings.
+        ConfigError: `words` is not a list of non-empty strings of valid Unicode.
     """
     if isinstance(words, str) or not all(isinstance(word, str) and word.strip() for word in words):
         raise ConfigError(f"bad words must be a list of non-empty strings, not {words!r}")
     found: dict[tuple[int, ...], None] = {}
     for word in words:
+        if any("\ud800" <= char <= "\udfff" for char in word):
+            raise ConfigError(f"bad word {word!r} holds half a character: give valid Unicode")
         for spelling in (word, " " + word.lstrip()):
             ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
             if ids:
