@@ -1,5 +1,6 @@
 """Draft trees inside transformers' generate: the same ids as its own loop, and its habits kept."""
 
+import functools
 import gc
 import threading
 import time
@@ -188,6 +189,29 @@ def test_stop_strings_end_in_the_middle_of_an_accepted_path():
     assert torch.equal(model.generate(**inputs, **options, custom_generate=ddtree.custom_generate), expected)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial], ids=["as it is", "partial"])
+def test_stop_strings_by_name_are_those_of_transformers(wrap):
+    model, tokenizer = talker.model(), talker.tokenizer()
+    model.generation_config.eos_token_id = None
+    inputs = tokenizer("abc" * 5, return_tensors="pt", return_token_type_ids=False)
+    plain = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0].tolist()
+    text = tokenizer.decode(plain[len(inputs["input_ids"][0]) + 8 :])
+    stop = next(char for char in text if "!" < char < "~")
+    options = {"max_new_tokens": 40, "do_sample": False, "stop_strings": [stop], "tokenizer": tokenizer}
+    expected = model.generate(**inputs, **options)
+    assert expected.shape[1] < len(plain)
+    own = model.generate(**inputs, **options, custom_generate=wrap(ddtree.custom_generate))
+    assert torch.equal(own, expected)
+    with pytest.raises(ValueError, match="stop strings"):
+        model.generate(**inputs, **options | {"tokenizer": None}, custom_generate=ddtree.custom_generate)
+
+
+def test_a_tokenizer_without_stop_strings_changes_nothing(model):
+    options = {"max_new_tokens": 9, "do_sample": False}
+    expected = theirs(model, RAGGED, **options)
+    assert torch.equal(ours(model, RAGGED, tokenizer=talker.tokenizer(), **options), expected)
+
+
 class Until(StoppingCriteria):
     """Ends a row when it holds `token`; without an end token, transformers' other rows run on unpadded."""
 
@@ -347,6 +371,10 @@ def test_a_recurrent_model_is_decoded_autoregressively():
         ({"method": "magic"}, "unknown method 'magic'"),
         ({"budget": 5000}, r"budget=5000 is outside 0..1024"),
         ({"depth": 0}, r"depth=0 is outside 1..16"),
+        ({"budget": 2.5}, "budget must be a whole number, not 2.5"),
+        ({"budget": True}, "budget must be a whole number, not True"),
+        ({"depth": "deep"}, "depth must be a whole number, not 'deep'"),
+        ({"depth": True}, "depth must be a whole number, not True"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_by_name(model, options, message):

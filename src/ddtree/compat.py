@@ -2,12 +2,14 @@
 
 import inspect
 import sys
-from types import FrameType
-from typing import Any
+from collections.abc import Callable
+from types import CodeType, FrameType, MappingProxyType
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import GenerationMixin
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 # The newest first; the last two are those of recurrent models.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
@@ -35,10 +37,45 @@ def dropped_argument(name: str) -> Any:
     transformers does not forward `streamer` to a callable `custom_generate`, in any release of the range: it goes
     through the documented signature, is fed the prompt, and is then lost.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _GENERATE:
-        frame = frame.f_back
+    frame = _caller(_GENERATE)
     return None if frame is None else frame.f_locals.get(name)
 
 
+class _TokenizerSignature(inspect.Signature):
+    """A signature that gives `generate` the tokenizer back when it looks for what the callable takes.
+
+    transformers takes `tokenizer` out of its arguments before it looks which of them the callable names, in any
+    release of the range, so that its own stop strings are without it. Nothing else of the callable is used before.
+    """
+
+    __slots__ = ()
+
+    @property
+    def parameters(self) -> MappingProxyType[str, inspect.Parameter]:
+        frame = _caller(_TAKE_ARGUMENTS)
+        if frame is not None:
+            taken = frame.f_locals.get("generation_mode_kwargs", {}).get("tokenizer")
+            if taken is not None:
+                frame.f_locals["kwargs"].setdefault("tokenizer", taken)
+        return super().parameters
+
+
+def takes_tokenizer(function: _F) -> _F:
+    """Decorator: a `custom_generate` with a `tokenizer` parameter, which transformers' stop strings then have too."""
+    own = inspect.signature(function)
+    function.__signature__ = _TokenizerSignature(  # type: ignore[attr-defined]
+        list(own.parameters.values()), return_annotation=own.return_annotation
+    )
+    return function
+
+
+def _caller(code: CodeType | None) -> FrameType | None:
+    """The nearest frame around this one that runs `code`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+_TAKE_ARGUMENTS = getattr(getattr(GenerationMixin, "_extract_generation_mode_kwargs", None), "__code__", None)
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__

@@ -23,6 +23,12 @@ GREEDY_BELOW = 1e-5
 MAX_TOKEN = 2**31 - 1
 
 
+def check_whole(name: str, value: Any) -> None:
+    """Raise ConfigError for what is no whole number."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{name} must be a whole number, not {value!r}")
+
+
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")

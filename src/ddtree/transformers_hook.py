@@ -23,11 +23,12 @@ from transformers.generation import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from ddtree.autoregressive import AutoregressiveTarget
-from ddtree.compat import CACHE_NAMES, dropped_argument
+from ddtree.compat import CACHE_NAMES, dropped_argument, takes_tokenizer
 from ddtree.drafters import Drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine import Engine, Method, Sequence
 from ddtree.errors import ConfigError, PromptError, UnsupportedModelError
+from ddtree.params import check_whole
 from ddtree.sampling import SamplingParams
 from ddtree.target import Target, why_no_tree
 
@@ -44,6 +45,7 @@ _drafters: WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], Drafter | No
 """Drafters that were loaded by name and are not in use, so that they are not read again for every call."""
 
 
+@takes_tokenizer
 def custom_generate(
     model: Any,
     input_ids: Tensor,
@@ -55,6 +57,7 @@ def custom_generate(
     budget: int = 16,
     depth: int = 16,
     streamer: Any = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The decoding loop for `model.generate(..., custom_generate=ddtree.custom_generate)`.
@@ -63,6 +66,7 @@ def custom_generate(
         drafter: as in `ddtree.load`; "auto" is lookup. What was loaded by name is kept for the model's next call.
         method, budget, depth: as in `Model.generate`.
         streamer: of transformers; gets each token as soon as it is chosen.
+        tokenizer: of transformers, for `stop_strings`.
 
     Sampling draws one seed for each row from torch's global generator, so `set_seed` reproduces. Rows move on at their
     own pace: criteria see one as a batch of its own, processors as a batch in which every row is that one. A custom
@@ -72,12 +76,14 @@ def custom_generate(
         Ids int64 [rows, prompt + new], rows that ended early padded on the right, or the usual output class.
 
     Raises:
-        ConfigError: beam search, contrastive search, assistants, stateful processors, attentions or hidden states are
-            asked for.
+        ConfigError: an argument is out of range; beam search, contrastive search, assistants, stateful processors,
+            attentions or hidden states are asked for.
         UnsupportedModelError: inputs other than ids and a left-padding mask, or a named drafter for a model on which no
             tree can be verified.
         PromptError: a prompt is empty or fills the context.
     """
+    for name, value in (("budget", budget), ("depth", depth)):
+        check_whole(name, value)
     streamer = dropped_argument("streamer") if streamer is None else streamer
     _refuse(generation_config, logits_processor)
     starts = _starts(input_ids, model_kwargs)
