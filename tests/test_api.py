@@ -371,7 +371,7 @@ HUGE = 10**30
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "magic"}, "unknown method 'magic': choose off, chain or tree"),
+        ({"method": "magic"}, "unknown method 'magic': choose auto, off, chain or tree"),
         ({"budget": -1}, r"budget=-1 is outside 0..1024"),
         ({"budget": HUGE}, "budget=1000.* is outside 0..1024"),
         ({"budget": "many"}, "budget must be a whole number, not 'many'"),

@@ -201,7 +201,7 @@ def test_time_is_told_apart_by_part_of_the_round(model, prompts, texts):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "beam"}, "unknown method 'beam': choose off, chain or tree"),
+        ({"method": "beam"}, "unknown method 'beam': choose auto, off, chain or tree"),
         ({"budget": -1}, "budget=-1 is outside 0..1024"),
         ({"budget": 10**9}, "budget=1000000000 is outside 0..1024"),
         ({"depth": 0}, "depth=0 is outside 1..16"),

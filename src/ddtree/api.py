@@ -18,8 +18,9 @@ from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.demo import NAME as DEMO
 from ddtree.demo import demo_drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
-from ddtree.engine import Engine, Method, Sequence
+from ddtree.engine import Engine, Sequence
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
+from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.pretrained import check_causal_lm, load_causal_lm
 from ddtree.prompts import Message, Prompt
 from ddtree.results import Piece, Result
@@ -133,8 +134,8 @@ class Model:
         prompt: Any,
         params: SamplingParams | None = None,
         *,
-        method: Method = "tree",
-        budget: int = 16,
+        method: AutoMethod = "auto",
+        budget: AutoBudget = "auto",
         depth: int = 16,
         chat: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -146,8 +147,10 @@ class Model:
             prompt: text, token ids, or messages ([{"role": ..., "content": ...}], put through the chat template); or
                 a list of such prompts, which are decoded together, each as if alone.
             params: how to sample; by default `SamplingParams(max_tokens=512)`.
-            method: "tree", "chain" (a tree of one path), or "off" (no drafting). None of them changes the text.
-            budget: most drafted nodes verified in one forward pass, 0 to 1024.
+            method: "auto" (whichever is fastest here), "tree", "chain" (a tree of one path), or "off" (no drafting).
+                None of them changes the text.
+            budget: most drafted nodes verified in one forward pass, 0 to 1024, or "auto": as many as pay on this
+                machine, which is measured at the first use (see `ddtree calibrate`).
             depth: how far ahead to draft, 1 to 16.
             chat: text is one user message and goes through the chat template.
             chat_template_kwargs: for the template.
@@ -185,8 +188,8 @@ class Model:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        method: Method = "tree",
-        budget: int = 16,
+        method: AutoMethod = "auto",
+        budget: AutoBudget = "auto",
         depth: int = 16,
         chat: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -245,9 +248,10 @@ class Model:
         return ids
 
     def _add(
-        self, ids: list[int], params: SamplingParams, method: Method, budget: int, depth: int
+        self, ids: list[int], params: SamplingParams, method: AutoMethod, budget: AutoBudget, depth: int
     ) -> Sequence:
-        _check_whole("budget", budget)
+        if budget != "auto":
+            _check_whole("budget", budget)
         _check_whole("depth", depth)
         text = None
         if self.tokenizer is not None:

@@ -18,6 +18,7 @@ from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.drafters import Drafter, DraftRow
 from ddtree.drafters.claims import claim, release
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
+from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Request
 from ddtree.rows import drop_row
 from ddtree.sampling import Sampler, SamplingParams, TokenLogprobs
 from ddtree.stats import Clock, Stats
@@ -25,10 +26,16 @@ from ddtree.target import Target
 from ddtree.text import Detokenizer
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
 
-Method = Literal["off", "chain", "tree"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 # What the walk is told when a sequence has ended: no child carries it.
 _END = -1
+
+
+def _members(drafter: Drafter | None) -> tuple[str, ...]:
+    """Names of what drafts: several for a merged drafter."""
+    if drafter is None:
+        return ()
+    return tuple(member.name for member in getattr(drafter, "drafters", [drafter]))
 
 
 class Sequence:
@@ -43,20 +50,21 @@ class Sequence:
 
     def __init__(
         self, prompt: list[int], params: SamplingParams, sampler: Sampler, text: Detokenizer | None,
-        method: Method, budget: int, depth: int, drafter: str,
+        request: Request, depth: int,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.params = params
         self.sampler = sampler
         self.text = text
-        self.method = method
-        self.budget = budget
+        self.request = request
         self.depth = depth
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self.stats = Stats(method=method, drafter=drafter, prompt_tokens=len(prompt))
+        self.stats = Stats(
+            method=request.method, drafter="+".join(request.members) or "none", prompt_tokens=len(prompt)
+        )
         self._started = time.perf_counter()
 
     @property
@@ -102,6 +110,8 @@ class Engine:
         self.drafter = drafter
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
+        self.policy: Policy | None = None
+        self.members = _members(drafter)
         self.clock = Clock()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -120,21 +130,32 @@ class Engine:
         prompt: list[int],
         params: SamplingParams,
         *,
-        method: Method = "tree",
-        budget: int = 16,
+        method: AutoMethod = "tree",
+        budget: AutoBudget = 16,
         depth: int = MAX_DEPTH,
+        members: tuple[str, ...] | None = None,
         text: Detokenizer | None = None,
     ) -> Sequence:
         """Queue a prompt; it joins at the next `step` that has a free row.
 
+        Args:
+            prompt: token ids.
+            params: how to sample.
+            method: "tree", "chain" (a tree of one path), "off" (no drafting), or "auto": as the policy decides.
+            budget: most drafted nodes of a round, or "auto": as many as pay.
+            depth: how far ahead to draft.
+            members: names of those of several drafters that may draft for it; all by default.
+            text: makes text of the tokens, and finds stop strings.
+
         Raises:
             PromptError: the prompt is empty, holds unknown ids, or leaves no room in the context.
-            ConfigError: method, budget or depth is out of range, or the engine is closed.
+            ConfigError: method, budget, depth or members is out of range, or the engine is closed.
         """
         self._check_open()
-        self._check(prompt, method, budget, depth)
-        drafting = self.drafter is not None and method != "off"
-        name = self.drafter.name if drafting and self.drafter else "none"
+        self._check(prompt, method, budget, depth, members)
+        drafting = self.members if members is None else tuple(m for m in self.members if m in members)
+        if method == "off" or budget == 0 or not drafting:
+            method, budget, drafting = "off", 0, ()
         sampler = Sampler(
             params,
             prompt_length=len(prompt),
@@ -142,8 +163,8 @@ class Engine:
             eos_ids=self.target.eos_ids,
             device=self.target.device,
         )
-        mode: Method = method if drafting else "off"
-        sequence = Sequence(prompt, sampler.params, sampler, text, mode, budget, depth, name)
+        request = Request(method, budget, drafting, sampled=not sampler.params.greedy)
+        sequence = Sequence(prompt, sampler.params, sampler, text, request, depth)
         self.waiting.append(sequence)
         return sequence
 
@@ -213,7 +234,8 @@ class Engine:
         before = dict(self.clock.seconds)
         rows = list(self.running)
         with self.clock("draft"):
-            tree = self._draft()
+            choices = self._plan()
+            tree = self._draft(choices)
         with self.clock("verify"):
             forward = self.target.verify(self._cache, tree)
         assert forward.logits is not None
@@ -223,28 +245,56 @@ class Engine:
         with self.clock("commit"):
             self._cache.commit(paths)
             self._observe(paths, lengths, forward.features)
-        for sequence, path, size in zip(rows, paths, tree.sizes, strict=True):
+        for sequence, choice, path, size in zip(rows, choices, paths, tree.sizes, strict=True):
             sequence.stats.rounds += 1
+            sequence.stats.arms[str(choice.arm)] += 1
             sequence.stats.nodes += size - 1
             sequence.stats.accepted[len(path) - 1] += 1
+        if self._planned:
+            assert self.policy is not None
+            seconds = {part: seconds - before[part] for part, seconds in self.clock.seconds.items()}
+            answers = [sequence.tokens[length:] for sequence, length in zip(rows, lengths, strict=True)]
+            self.policy.learn(tree, paths, answers, seconds)
         self._account(before, rows)
 
-    def _draft(self) -> DraftTree:
-        rows = [self._draft_row(sequence) for sequence in self.running]
-        if self.drafter is None or not any(row.depth for row in rows):
-            return DraftTree.root([row.tokens[-1] for row in rows], self.target.device)
-        return self.drafter.draft(rows, self.clock)
+    @property
+    def _planned(self) -> bool:
+        return any(sequence.request.automatic for sequence in self.running)
 
-    def _draft_row(self, sequence: Sequence) -> DraftRow:
+    def _plan(self) -> list[Choice]:
+        """How each row is drafted this round."""
+        requests = [sequence.request for sequence in self.running]
+        if self._planned:
+            assert self.policy is not None
+            return self.policy.plan(requests, [len(sequence.tokens) - 1 for sequence in self.running])
+        return [request.fixed() for request in requests]
+
+    def _draft(self, choices: list[Choice]) -> DraftTree:
+        rows = [self._draft_row(*pair) for pair in zip(self.running, choices, strict=True)]
+        if self.drafter is None or not any(row.depth for row in rows):
+            tree = DraftTree.root([row.tokens[-1] for row in rows], self.target.device)
+        else:
+            tree = self.drafter.draft(rows, self.clock)
+        if self._planned:
+            assert self.policy is not None
+            with self.clock("build"):
+                tree = self.policy.cut(tree, getattr(self.drafter, "proposals", None))
+        return tree
+
+    def _draft_row(self, sequence: Sequence, choice: Choice) -> DraftRow:
         room = self.target.max_context - len(sequence.tokens) - 1
         left = sequence.params.max_tokens - sequence.output_length - 1
         depth = min(sequence.depth, room, left, self.drafter.max_depth if self.drafter else 0)
-        if sequence.method == "off" or sequence.budget == 0:
+        if choice.arm == OFF:
             depth = 0
-        temperature = sequence.params.temperature
-        noise = None if sequence.params.greedy else sequence.sampler.noise
         return DraftRow(
-            sequence.tokens, sequence.budget, max(0, depth), sequence.method == "chain", noise, temperature
+            sequence.tokens,
+            choice.budget,
+            max(0, depth),
+            choice.arm.method == "chain",
+            None if sequence.params.greedy else sequence.sampler.noise,
+            sequence.params.temperature,
+            choice.arm.members,
         )
 
     def _chooser(self, logits: Tensor) -> Callable[[list[int], list[int]], list[int]]:
@@ -334,11 +384,27 @@ class Engine:
             for part, seconds in self.clock.seconds.items():
                 sequence.stats.seconds[part] += seconds - before[part]
 
-    def _check(self, prompt: list[int], method: str, budget: int, depth: int) -> None:
-        if method not in ("off", "chain", "tree"):
-            raise ConfigError(f"unknown method {method!r}: choose off, chain or tree")
-        if not 0 <= budget <= MAX_BUDGET:
+    def _check(
+        self,
+        prompt: list[int],
+        method: AutoMethod,
+        budget: AutoBudget,
+        depth: int,
+        members: tuple[str, ...] | None,
+    ) -> None:
+        if method not in ("auto", "off", "chain", "tree"):
+            raise ConfigError(f"unknown method {method!r}: choose auto, off, chain or tree")
+        if isinstance(budget, str):
+            if budget != "auto":
+                raise ConfigError(f"budget={budget!r} is neither a number nor auto")
+        elif not 0 <= budget <= MAX_BUDGET:
             raise ConfigError(f"budget={budget} is outside 0..{MAX_BUDGET}")
+        if self.policy is None and self.drafter is not None and "auto" in (method, budget):
+            raise ConfigError("method or budget is auto and the engine has no policy: set Engine.policy")
+        for name in members or ():
+            if name not in self.members:
+                known = ", ".join(self.members) or "none"
+                raise ConfigError(f"unknown drafter {name!r} in members: this engine's are {known}")
         if not 1 <= depth <= MAX_DEPTH:
             raise ConfigError(f"depth={depth} is outside 1..{MAX_DEPTH}")
         if not prompt:

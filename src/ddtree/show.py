@@ -14,8 +14,8 @@ import torch
 
 from ddtree.api import Model, Result, load
 from ddtree.columns import Columns, fits
-from ddtree.engine import Method
 from ddtree.flips import Flip, first_flip
+from ddtree.policy.arms import Method
 from ddtree.target import Target
 
 PROMPTS = (

@@ -43,6 +43,7 @@ class Stats:
     Attributes:
         rounds: verifications it took part in.
         accepted: how often 0, 1, 2, ... drafted tokens were accepted in a round.
+        arms: how many rounds were decoded in which way ("off", "tree@dflash", ...).
         nodes: drafted nodes verified in all.
         seconds: time by part of the round, of all rounds it took part in (shared with the rows beside it).
         ttft: seconds from joining to the first token.
@@ -54,6 +55,7 @@ class Stats:
     prompt_tokens: int = 0
     output_tokens: int = 0
     rounds: int = 0
+    arms: Counter[str] = field(default_factory=Counter)
     nodes: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -82,6 +84,7 @@ class Stats:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "rounds": self.rounds,
+            "arms": dict(self.arms),
             "nodes": self.nodes,
             "tau": self.tau,
             "accepted_depth": {str(k): self.accepted[k] for k in sorted(self.accepted)},

@@ -26,9 +26,10 @@ from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.compat import CACHE_NAMES, dropped_argument, takes_tokenizer
 from ddtree.drafters import Drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
-from ddtree.engine import Engine, Method, Sequence
+from ddtree.engine import Engine, Sequence
 from ddtree.errors import ConfigError, PromptError, UnsupportedModelError
 from ddtree.params import check_whole
+from ddtree.policy.arms import Method
 from ddtree.sampling import SamplingParams
 from ddtree.target import Target, why_no_tree
 

@@ -22,6 +22,9 @@ class Merged:
     Args:
         drafters: at least one, not yet in use; of equal scores the earlier one's come first.
 
+    Attributes:
+        proposals: name and own tree of each drafter that drafted last.
+
     Raises:
         ConfigError: there is no drafter, or one is named twice.
     """
@@ -36,6 +39,7 @@ class Merged:
         layers = [layer for drafter in drafters for layer in drafter.feature_layers]
         self.feature_layers = tuple(sorted(set(layers)))
         self.max_depth = max(drafter.max_depth for drafter in drafters)
+        self.proposals: list[tuple[str, DraftTree]] = []
 
     def add_row(self) -> None:
         for drafter in self.drafters:
@@ -52,12 +56,18 @@ class Merged:
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
         trees = []
         for drafter in self.drafters:
-            own = [replace(row, depth=min(row.depth, drafter.max_depth)) for row in rows]
+            own = [replace(row, depth=_depth(row, drafter)) for row in rows]
             trees.append(drafter.draft(own, clock))
+        drafted = [index for index, tree in enumerate(trees) if max(tree.sizes) > 1]
+        self.proposals = [(self.drafters[index].name, trees[index]) for index in drafted]
+        trees = [trees[index] for index in drafted] or trees[:1]
+        budgets = [row.budget for row in rows]
         with clock("build"):
+            if len(trees) == 1:
+                return trees[0].truncate(budgets)
             if any(row.chain for row in rows):
                 trees = _one_chain(rows, trees)
-            return merge(trees, [row.budget for row in rows])
+            return merge(trees, budgets)
 
     def _features_for(self, drafter: Drafter, features: Tensor | None) -> Tensor | None:
         """The columns of a drafter's own layers, in its order, out of those of all layers [n, F * H]."""
@@ -67,6 +77,13 @@ class Merged:
             return features
         places = [self.feature_layers.index(layer) for layer in drafter.feature_layers]
         return features.unflatten(1, (len(self.feature_layers), -1))[:, places].flatten(1)
+
+
+def _depth(row: DraftRow, drafter: Drafter) -> int:
+    """How deep a drafter may draft for a row: not at all when the row names others."""
+    if row.members is not None and drafter.name not in row.members:
+        return 0
+    return min(row.depth, drafter.max_depth)
 
 
 def _one_chain(rows: list[DraftRow], trees: list[DraftTree]) -> list[DraftTree]:

@@ -1,0 +1,120 @@
+"""From a drafter's probabilities to observed acceptance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree.errors import ConfigError
+from ddtree.tree import MAX_DEPTH
+
+_BINS_PER_NAT = 4
+_BINS = 33  # down to a probability of e^-8; what is less likely shares the last bin
+_PRIOR = 8.0
+_MEMORY = 4096.0
+_EVERY = 16
+_STEPS_PER_NAT = 32
+_GRID = np.arange(_BINS * _STEPS_PER_NAT // _BINS_PER_NAT) / -_STEPS_PER_NAT
+
+
+class Acceptance:
+    """Maps the probability that a drafter gives a node to how often such nodes are accepted, for each depth.
+
+    A bin of a depth holds how many nodes fell into it and how many were accepted; old ones fade. The estimate leans on
+    the drafter's own probability until a bin has seen enough, and is made monotone (pool adjacent violators), so
+    that the likelier node stays the likelier one.
+
+    Attributes:
+        seen: nodes of all bins, faded ones included in part.
+    """
+
+    def __init__(self) -> None:
+        # The first axis is the depth, 1..16 in use.
+        self._seen = np.zeros((MAX_DEPTH + 1, _BINS))
+        self._predicted = np.zeros_like(self._seen)
+        self._accepted = np.zeros_like(self._seen)
+        self._stale = 0
+        self._table = np.tile(np.exp(_GRID), (MAX_DEPTH + 1, 1))
+
+    @property
+    def seen(self) -> float:
+        return float(self._seen.sum())
+
+    def calibrated(self, logprobs: NDArray[np.float32], depths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Probabilities [...] that nodes of these log-probabilities [...] and depths [...] are accepted."""
+        places = np.clip(logprobs * -_STEPS_PER_NAT, 0, len(_GRID) - 1).astype(np.int64)
+        return self._table[depths, places]
+
+    def learn(
+        self, logprobs: NDArray[np.float32], depths: NDArray[np.int64], accepted: NDArray[np.bool_]
+    ) -> None:
+        """Verified nodes [n] of depth 1 or more: what was predicted and what came."""
+        bins = _bins(logprobs)
+        np.add.at(self._seen, (depths, bins), 1.0)
+        np.add.at(self._predicted, (depths, bins), np.exp(logprobs.astype(np.float64)))
+        np.add.at(self._accepted, (depths, bins), accepted.astype(np.float64))
+        self._stale += 1
+        if self._stale >= _EVERY:
+            self._refresh()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts as plain JSON values, for `from_dict`."""
+        return {
+            name: np.round(getattr(self, f"_{name}"), 3).tolist()
+            for name in ("seen", "predicted", "accepted")
+        }
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Acceptance:
+        """What `as_dict` gave. Raises ConfigError when it is something else."""
+        acceptance = Acceptance()
+        try:
+            columns = [
+                np.array(values[name], dtype=np.float64) for name in ("seen", "predicted", "accepted")
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the acceptance counts are damaged ({error}): leave them out") from error
+        seen, predicted, accepted = columns
+        shape = acceptance._seen.shape
+        if any(column.shape != shape or not np.isfinite(column).all() for column in columns) or (
+            min(column.min() for column in columns) < 0 or (accepted > seen + 0.01).any()
+        ):
+            raise ConfigError("the acceptance counts are damaged: leave them out")
+        acceptance._seen, acceptance._predicted, acceptance._accepted = seen, predicted, accepted
+        acceptance._refresh()
+        return acceptance
+
+    def _refresh(self) -> None:
+        self._stale = 0
+        most = self._seen.max(axis=1, keepdims=True)
+        fade = np.minimum(1.0, _MEMORY / np.maximum(most, 1.0))
+        for column in (self._seen, self._predicted, self._accepted):
+            column *= fade
+        centers = np.exp(-(np.arange(_BINS) + 0.5) / _BINS_PER_NAT)
+        weights = self._seen + _PRIOR
+        observed = (self._accepted + _PRIOR * centers) / weights
+        predicted = (self._predicted + _PRIOR * centers) / weights
+        for depth in range(1, MAX_DEPTH + 1):
+            # Bins run from likely to unlikely, and interpolation wants its knots ascending.
+            steady = _descending(observed[depth], weights[depth])
+            self._table[depth] = np.interp(_GRID, np.log(predicted[depth, ::-1]), np.log(steady[::-1]))
+        np.exp(self._table[1:], out=self._table[1:])
+
+
+def _bins(logprobs: NDArray[np.float32]) -> NDArray[np.int64]:
+    return np.clip(logprobs * -_BINS_PER_NAT, 0, _BINS - 1).astype(np.int64)
+
+
+def _descending(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The non-increasing sequence nearest to the values in weighted squares (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        count = 1
+        while pools and pools[-1][0] < value:
+            above, heavier, members = pools.pop()
+            value = (value * weight + above * heavier) / (weight + heavier)
+            weight, count = weight + heavier, count + members
+        pools.append((value, weight, count))
+    return np.repeat([pool[0] for pool in pools], [pool[2] for pool in pools])

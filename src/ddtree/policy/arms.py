@@ -1,0 +1,48 @@
+"""Arms: the ways to decode among which the controller chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Method = Literal["off", "chain", "tree"]
+AutoMethod = Literal["auto", "off", "chain", "tree"]
+AutoBudget = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode.
+
+    Attributes:
+        method: "off" (autoregressive), "chain" or "tree".
+        members: names of the drafters that draft, in the drafter's order; none with "off".
+    """
+
+    method: Method
+    members: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.method if self.method == "off" else f"{self.method}@{'+'.join(self.members)}"
+
+
+OFF = Arm("off")
+
+
+def arms_for(method: AutoMethod, members: Sequence[str]) -> list[Arm]:
+    """The arms of a request, the one to begin with first.
+
+    A request that fixes its method still has "off": a budget of none.
+
+    Args:
+        method: as the request asks.
+        members: the drafters that may draft for it; several have an arm each beside the one of all.
+    """
+    own = tuple(members)
+    if method == "off" or not own:
+        return [OFF]
+    subsets = [own] if len(own) == 1 else [own, *((name,) for name in own)]
+    if method != "auto":
+        return [Arm(method, subset) for subset in subsets[:1]] + [OFF]
+    return [*(Arm("tree", subset) for subset in subsets), *(Arm("chain", subset) for subset in subsets), OFF]

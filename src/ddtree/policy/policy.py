@@ -1,0 +1,340 @@
+"""What `auto` does: for each round which arm, how many nodes, and what the round taught."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree.policy.acceptance import Acceptance
+from ddtree.policy.arms import OFF, Arm, AutoBudget, AutoMethod, arms_for
+from ddtree.policy.budget import best_width, gains
+from ddtree.policy.controller import Controller
+from ddtree.policy.latency import LatencyModel
+from ddtree.tree import MAX_BUDGET, DraftTree
+
+Proposals = Sequence[tuple[str, DraftTree]]
+
+_LEAST_CAP = 8
+_FIRST_CAP = 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a row is drafted this round: with this arm, and at most so many nodes."""
+
+    arm: Arm
+    budget: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a row asked for.
+
+    Attributes:
+        method: "auto" or a fixed one.
+        budget: "auto" or a fixed one.
+        members: names of the drafters that may draft for it.
+        sampled: its temperature is above 0.
+    """
+
+    method: AutoMethod
+    budget: AutoBudget
+    members: tuple[str, ...]
+    sampled: bool
+
+    @property
+    def automatic(self) -> bool:
+        return self.method == "auto" or self.budget == "auto"
+
+    def fixed(self) -> Choice:
+        """How to draft for a request that leaves nothing to decide."""
+        assert self.method != "auto" and self.budget != "auto"
+        return Choice(OFF if self.method == "off" else Arm(self.method, self.members), self.budget)
+
+
+class Policy:
+    """Decides for the rows of an engine; every row's text is the same whatever it decides.
+
+    Args:
+        latency: seconds of the parts of a round.
+        acceptance: what is known of acceptance, by arm; learnt from nothing by default.
+    """
+
+    def __init__(self, latency: LatencyModel, acceptance: Mapping[str, Acceptance] | None = None) -> None:
+        self.latency = latency
+        self.acceptance = dict(acceptance or {})
+        self._groups: dict[tuple[Request, int], _Group] = {}
+        self._round: _Round | None = None
+
+    def plan(self, requests: Sequence[Request], contexts: Sequence[int]) -> list[Choice]:
+        """The arm and the most nodes of each row.
+
+        Args:
+            requests: of each row.
+            contexts: committed tokens of each row.
+        """
+        load = _load(len(requests))
+        context = sum(contexts) / len(contexts)
+        groups = {
+            request: self._group(request, load, len(requests), context)
+            for request in dict.fromkeys(requests)
+            if request.automatic
+        }
+        chosen = {request: group.choose() for request, group in groups.items()}
+        choices = [chosen.get(request) or request.fixed() for request in requests]
+        self._round = _Round(list(requests), choices, groups, context)
+        return choices
+
+    def cut(self, tree: DraftTree, proposals: Proposals | None = None) -> DraftTree:
+        """The tree of the round planned last, each automatic row cut to the nodes that pay.
+
+        Args:
+            tree: as drafted.
+            proposals: name and own tree of each drafter, where `tree` is merged of them.
+        """
+        now = self._round
+        assert now is not None
+        now.sizes = list(tree.sizes)
+        widest = max(tree.sizes)
+        if widest == 1:
+            return tree
+        names = _names(choice.arm for choice in now.choices)
+        now.proposals = [(names[0], tree)] if proposals is None else proposals
+        open_rows = [row for row, request in enumerate(now.requests) if request.budget == "auto"]
+        if not open_rows:
+            return tree
+        now.logprobs, now.depths = tree.logprobs.cpu().numpy(), tree.depths.cpu().numpy()
+        probabilities = np.stack([self._probabilities(now, row) for row in range(len(now.requests))])
+        expected = gains(probabilities)
+        # What has a fixed budget is verified whatever the others do.
+        least = max((size for row, size in enumerate(tree.sizes) if row not in open_rows), default=1) - 1
+        seconds = self.latency.curve(widest, len(tree.sizes), now.context)
+        seconds = seconds + self.latency.draft(names, widest, len(tree.sizes), now.context)
+        seconds = seconds + self.latency.overhead()
+        width = least + best_width(expected[least:], seconds[least:], now.rate())
+        budgets = [
+            min(width, size - 1) if row in open_rows else size - 1 for row, size in enumerate(tree.sizes)
+        ]
+        for row in open_rows:
+            now.groups[now.requests[row]].chosen(width)
+        return tree.truncate(budgets)
+
+    def learn(
+        self,
+        tree: DraftTree,
+        paths: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        seconds: Mapping[str, float],
+    ) -> None:
+        """What the round planned last came to.
+
+        Args:
+            tree: as verified.
+            paths: the accepted path of each row.
+            answers: the tokens that the target chose along it.
+            seconds: of the parts of this round, as in `ddtree.stats.PARTS`.
+        """
+        now, self._round = self._round, None
+        assert now is not None
+        rows, width = len(paths), max(tree.sizes)
+        names = _names(choice.arm for choice in now.choices)
+        self._time(now, names, rows, width, seconds)
+        for request, group in now.groups.items():
+            mine = [row for row, asked in enumerate(now.requests) if asked == request]
+            arm = now.choices[mine[0]].arm
+            figures = group.controller.figures[arm]
+            figures.rounds += 1
+            tokens = sum(len(paths[row]) for row in mine) / len(mine)
+            nodes = sum(tree.sizes[row] - 1 for row in mine) / len(mine)
+            figures.learn(tokens, nodes, group.controller.rounds)
+            self._foretell(now, group, mine, answers, round(nodes))
+            if len(mine) == rows:
+                predicted = self.seconds(arm, nodes, rows, now.context)
+                figures.time(sum(seconds[part] for part in _ROUND) / predicted)
+        if width > 1:
+            self._accept(now, tree, paths)
+
+    def _foretell(
+        self, now: _Round, group: _Group, rows: Sequence[int], answers: Sequence[Sequence[int]], nodes: int
+    ) -> None:
+        """Tell the arms of a single drafter what they would have made of this round: the answer is known."""
+        played = now.choices[rows[0]].arm
+        for name, tree in now.proposals:
+            columns = tree.tokens.tolist(), tree.parents.tolist()
+            for arm, figures in group.controller.figures.items():
+                if arm == played or arm.members != (name,):
+                    continue
+                chain = arm.method == "chain"
+                met = [
+                    matched(columns[0][row], columns[1][row], tree.sizes[row], answers[row], nodes, chain)
+                    for row in rows
+                ]
+                tokens, used = (sum(column) / len(rows) for column in zip(*met, strict=True))
+                figures.learn(1 + tokens, used, group.controller.rounds)
+
+    def seconds(self, arm: Arm, nodes: float, rows: int, context: float) -> float:
+        """Predicted seconds of a round in which all rows take an arm with so many nodes each."""
+        if arm == OFF:
+            return self.latency.verify(1, rows, context) + self.latency.overhead()
+        width = 1 + round(nodes)
+        return (
+            self.latency.verify(width, rows, context)
+            + self.latency.draft(arm.members, width, rows, context)
+            + self.latency.overhead()
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What it knows and did, as plain JSON values: each kind of request under each load."""
+        return {
+            "groups": [
+                {
+                    "method": request.method,
+                    "budget": request.budget,
+                    "members": list(request.members),
+                    "sampled": request.sampled,
+                    "rows": load,
+                    **group.controller.state(),
+                }
+                for (request, load), group in self._groups.items()
+            ],
+            "acceptance_seen": {name: acceptance.seen for name, acceptance in self.acceptance.items()},
+        }
+
+    def _group(self, request: Request, load: int, rows: int, context: float) -> _Group:
+        key = (request, load)
+        if key not in self._groups:
+            self._groups[key] = _Group(self, request)
+        group = self._groups[key]
+        group.rows, group.context = rows, context
+        return group
+
+    def _probabilities(self, now: _Round, row: int) -> NDArray[np.float64]:
+        """float64 [N - 1]: calibrated, of the nodes besides the root; 0 for padding."""
+        assert now.logprobs is not None and now.depths is not None
+        logprobs, depths = now.logprobs[row, 1:], now.depths[row, 1:]
+        known = self._acceptance(now, row)
+        values = np.exp(logprobs) if known is None else known.calibrated(logprobs, depths)
+        values[now.sizes[row] - 1 :] = 0
+        return values
+
+    def _acceptance(self, now: _Round, row: int) -> Acceptance:
+        name = f"{now.choices[row].arm}, {'sampled' if now.requests[row].sampled else 'greedy'}"
+        return self.acceptance.setdefault(name, Acceptance())
+
+    def _accept(self, now: _Round, tree: DraftTree, paths: Sequence[Sequence[int]]) -> None:
+        if now.logprobs is None:
+            now.logprobs, now.depths = tree.logprobs.cpu().numpy(), tree.depths.cpu().numpy()
+        assert now.depths is not None
+        for row, path in enumerate(paths):
+            size = tree.sizes[row]
+            if size == 1:
+                continue
+            accepted = np.zeros(size, dtype=np.bool_)
+            accepted[list(path)] = True
+            self._acceptance(now, row).learn(
+                now.logprobs[row, 1:size], now.depths[row, 1:size], accepted[1:]
+            )
+
+    def _time(
+        self, now: _Round, names: Sequence[str], rows: int, width: int, seconds: Mapping[str, float]
+    ) -> None:
+        observe = self.latency.observe
+        observe("verify", self.latency.verify(width, rows, now.context), seconds["verify"])
+        if names:
+            predicted = self.latency.draft(names, max(now.sizes), rows, now.context)
+            observe("draft", predicted, seconds["draft"] + seconds["build"])
+        observe("overhead", self.latency.overhead(), seconds["walk"] + seconds["commit"])
+
+
+_ROUND = ("draft", "build", "verify", "walk", "commit")
+
+
+class _Group:
+    """Rows of one kind under one load: their controller, and how large a tree is worth drafting."""
+
+    def __init__(self, policy: Policy, request: Request) -> None:
+        self.rows, self.context = 1, 0.0
+        self._fixed = None if request.budget == "auto" else request.budget
+        self._cap = _FIRST_CAP
+        self._lately = 0.0
+        self.controller = Controller(
+            arms_for(request.method, request.members),
+            lambda arm, nodes: policy.seconds(arm, nodes, self.rows, self.context),
+        )
+
+    def choose(self) -> Choice:
+        arm = self.controller.choose()
+        if arm == OFF:
+            return Choice(OFF, 0)
+        return Choice(arm, self._cap if self._fixed is None else self._fixed)
+
+    def chosen(self, width: int) -> None:
+        """A tree should be drafted somewhat larger than those that pay, no more: building it costs time."""
+        self._lately = max(float(width), self._lately * 0.97)
+        wanted = 8 * round(self._lately * 1.5 / 8 + 0.5)
+        self._cap = min(MAX_BUDGET, max(_LEAST_CAP, wanted))
+
+
+@dataclass
+class _Round:
+    """A round between its plan and its lesson."""
+
+    requests: list[Request]
+    choices: list[Choice]
+    groups: dict[Request, _Group]
+    context: float
+    proposals: Proposals = ()
+    sizes: Sequence[int] = (1,)
+    logprobs: NDArray[np.float32] | None = None
+    depths: NDArray[np.int64] | None = None
+
+    def rate(self) -> float | None:
+        """Tokens per second of all rows at the going rates; None while one of them is unknown."""
+        rates = [group.controller.rate() for group in self.groups.values()]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) / len(known) * len(self.requests) if len(known) == len(rates) else None
+
+
+def matched(
+    tokens: Sequence[int], parents: Sequence[int], size: int, answer: Sequence[int], nodes: int, chain: bool
+) -> tuple[int, int]:
+    """How many tokens of an answer a tree held, and with how many nodes.
+
+    Args:
+        tokens, parents, size: of a tree, as in `DraftTree`.
+        answer: the tokens that follow the root.
+        nodes: only so many nodes besides the root count.
+        chain: only the path of each node's first child counts, whatever its length.
+    """
+    children: dict[tuple[int, int], int] = {}
+    first: dict[int, int] = {}
+    for place in range(1, size if chain else min(size, nodes + 1)):
+        children[parents[place], tokens[place]] = place
+        first.setdefault(parents[place], place)
+    used = len(children)
+    if chain:
+        spine, node = {0}, 0
+        while node in first:
+            node = first[node]
+            spine.add(node)
+        used = len(spine) - 1
+        children = {key: place for key, place in children.items() if place in spine}
+    node = count = 0
+    for token in answer:
+        if (node, token) not in children:
+            break
+        node, count = children[node, token], count + 1
+    return count, used
+
+
+def _names(arms: Any) -> list[str]:
+    return list(dict.fromkeys(name for arm in arms for name in arm.members))
+
+
+def _load(rows: int) -> int:
+    """Loads are told apart by powers of two: 1, 2, 3-4, 5-8, ... rows, each named by its largest."""
+    return 1 << (rows - 1).bit_length()
