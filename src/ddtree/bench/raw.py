@@ -1,0 +1,210 @@
+"""The raw figures: a file of JSON lines that a run appends to, can be gone on with, and that all tables are made of.
+
+The first line is the header (machine, versions, date, command, settings). Then comes a line `run` for each prompt,
+turn, temperature and cell; the cells of one prompt, turn and temperature are written together, so that a run that was
+broken off goes on there. Lines of other kinds say what was learnt (`latency`, `policy`) or left out (`skipped`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ddtree.errors import ConfigError
+
+FORMAT = 1
+# What must be the same for figures to stand in one table.
+_SAME = ("format", "settings", "machine", "versions")
+Group = tuple[str, float, int]  # prompt id, temperature, turn
+
+
+@dataclass
+class Raw:
+    """A file's content: the header, and the lines of each kind."""
+
+    header: dict[str, Any]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    latency: dict[str, Any] | None = None
+    policies: dict[str, Any] = field(default_factory=dict)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.header["settings"]
+
+    @property
+    def columns(self) -> list[str]:
+        """Cells and baselines, in order."""
+        return [*self.settings["cells"], *self.settings["baselines"]]
+
+
+class Log:
+    """A file that is being written, and where a run that was broken off goes on.
+
+    Args:
+        path: of a new file, or of one whose header has the same settings, machine and versions.
+        header: of this run.
+
+    Attributes:
+        done: prompt, temperature and turn of what needs no measuring any more.
+
+    Raises:
+        ConfigError: the file belongs to another run, is no such file, or cannot be read or written.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self.path = path
+        self.done: set[Group] = set()
+        header = {"kind": "header", "format": FORMAT, **header}
+        try:
+            fresh = not path.exists() or (path.is_file() and path.stat().st_size == 0)
+            if not fresh:
+                self._resume(header)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _cannot("read or written", path, error) from error
+        if fresh:
+            self.write([header])
+
+    def write(self, records: Iterable[dict[str, Any]]) -> None:
+        """Append records as a whole. Raises ConfigError, when the disk is full for one."""
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            raise _cannot("written", self.path, error) from error
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError as failure:
+            # Closing tries once more to write what did not fit; the first error has been told.
+            if error is None:
+                raise _cannot("written", self.path, failure) from failure
+
+    def _resume(self, header: dict[str, Any]) -> None:
+        text = self.path.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
+        known = parse(whole.decode("utf-8", errors="replace"), str(self.path))
+        differing = _differing(known.header, header)
+        if differing:
+            raise ConfigError(
+                f"{self.path} holds a run with other {', '.join(differing)}: name another file with --out, or run "
+                "with the same ones to go on"
+            )
+        self.done = complete(known)
+        kept = [line for line in whole.splitlines(keepends=True) if self._keeps(line)]
+        if b"".join(kept) != text:
+            work = self.path.with_name(self.path.name + ".part")
+            work.write_bytes(b"".join(kept))
+            os.replace(work, self.path)
+
+    def _keeps(self, line: bytes) -> bool:
+        record = json.loads(line) if line.strip() else {"kind": None}
+        return record["kind"] != "run" or group(record) in self.done
+
+
+def group(record: dict[str, Any]) -> Group:
+    return record["id"], record["temperature"], record["turn"]
+
+
+def complete(raw: Raw) -> set[Group]:
+    """The prompts, temperatures and turns of which every cell is there."""
+    found: dict[Group, list[dict[str, Any]]] = {}
+    for record in raw.runs:
+        found.setdefault(group(record), []).append(record)
+    cells = len(raw.columns)
+    return {key for key, records in found.items() if len(records) == cells * records[0]["messages"]}
+
+
+def read(path: Path) -> Raw:
+    """A file's content. Raises ConfigError, with the number of a bad line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _cannot("read", path, error) from error
+    return parse(text, str(path))
+
+
+def parse(text: str, where: str) -> Raw:
+    """The content of a file of figures. Raises ConfigError, with the number of a bad line."""
+    raw: Raw | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            kind = record["kind"]
+            if raw is None:
+                raw = _begun(record)
+            elif kind == "run":
+                raw.runs.append({**record, **{key: record[key] for key in _NEEDED}})
+            elif kind == "latency":
+                raw.latency = record
+            elif kind == "policy":
+                raw.policies[record["cell"]] = record["state"]
+            elif kind == "skipped":
+                raw.skipped.append(record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{where}, line {number} is not of a file of figures ({type(error).__name__}: {error}): name one "
+                "that ddtree bench has written"
+            ) from error
+    if raw is None:
+        raise ConfigError(f"{where} is empty: name a file that ddtree bench has written")
+    return raw
+
+
+_NEEDED = (
+    "id",
+    "task",
+    "temperature",
+    "turn",
+    "message",
+    "messages",
+    "cell",
+    "tokens",
+    "total_s",
+    "decode_s",
+    "verdict",
+)
+
+
+def _begun(record: dict[str, Any]) -> Raw:
+    if record["kind"] != "header":
+        raise ValueError("the first line is no header")
+    if record["format"] != FORMAT:
+        raise ValueError(f"format {record['format']!r} is not {FORMAT}")
+    raw = Raw(record)
+    assert isinstance(raw.columns, list)
+    return raw
+
+
+def _differing(known: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What two headers differ in, by name; settings and versions one by one."""
+    wanted = json.loads(json.dumps(wanted))
+    found = []
+    for part in _SAME:
+        one, other = known.get(part), wanted.get(part)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
+        elif one != other:
+            found.append(part)
+    return found
+
+
+def _cannot(what: str, path: Path, error: Exception) -> ConfigError:
+    why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+    return ConfigError(f"{path} cannot be {what} ({why[0].lower() + why[1:]}): name another file")
