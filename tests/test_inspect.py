@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 import talker
 import tiny
@@ -146,3 +147,77 @@ def test_damage_is_named(tmp_path, target, network):
     (tmp_path / "drafter" / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         inspect(network)
+
+
+def spoil(folder, change):
+    path = f"{folder}/model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+KEY = "model.layers.0.self_attn.v_proj.weight"
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_sound_weights_of_every_family_are_found_whole(tmp_path, family):
+    tiny.model(family).save_pretrained(tmp_path)
+    assert facts(inspect(str(tmp_path)).target)["weights"].startswith("float32")
+
+
+def test_tied_weights_that_are_stored_once_are_whole(tmp_path):
+    tiny.model(tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    inspect(str(tmp_path))
+
+
+def test_weights_in_shards_and_of_older_kinds_are_whole(tmp_path):
+    model = tiny.model()
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    inspect(str(tmp_path / "shards"))
+    model.config.save_pretrained(tmp_path / "old")
+    torch.save(model.state_dict(), tmp_path / "old" / "pytorch_model.bin")
+    inspect(str(tmp_path / "old"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_missing_tensor_is_named(tmp_path, family):
+    tiny.model(family).save_pretrained(tmp_path)
+    spoil(tmp_path, lambda tensors: tensors.pop(KEY))
+    with pytest.raises(
+        CheckpointError, match=rf"is incomplete: 1 tensors are missing \({KEY}, ...\): download"
+    ):
+        inspect(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_tensor_of_another_shape_is_named(tmp_path, family):
+    tiny.model(family).save_pretrained(tmp_path)
+    spoil(tmp_path, lambda tensors: tensors.update({KEY: tensors[KEY][:5].clone()}))
+    with pytest.raises(
+        CheckpointError, match=rf"damaged: {KEY} has shape \[5, 32\], and by config.json \[16, 32\]"
+    ):
+        inspect(str(tmp_path))
+
+
+def test_joined_experts_that_are_all_missing_are_named(tmp_path):
+    tiny.model("qwen3_moe").save_pretrained(tmp_path)
+    spoil(tmp_path, lambda tensors: [tensors.pop(k) for k in list(tensors) if "layers.1.mlp.experts" in k])
+    with pytest.raises(
+        CheckpointError, match=r"2 tensors are missing \(model.layers.1.mlp.experts.down_proj, ...\)"
+    ):
+        inspect(str(tmp_path))
+
+
+def test_a_missing_shard_and_a_damaged_index_are_named(tmp_path):
+    tiny.model().save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(
+        CheckpointError, match=f"{shard.name} is missing, and model.safetensors.index.json names it"
+    ):
+        inspect(str(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json is damaged \(KeyError\)"):
+        inspect(str(tmp_path))

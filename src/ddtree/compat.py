@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 from transformers import GenerationMixin
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 # The newest first; the last two are those of recurrent models.
@@ -39,6 +41,29 @@ def dropped_argument(name: str) -> Any:
     """
     frame = _caller(_GENERATE)
     return None if frame is None else frame.f_locals.get(name)
+
+
+def places_in_model(model: Any) -> Callable[[str], tuple[set[str], bool]]:
+    """Where a checkpoint's tensors go when transformers loads them into `model`, a `PreTrainedModel`.
+
+    The function takes a tensor's name in the file, and gives names in the model, and False where the tensor is cut or
+    joined with others on its way.
+    """
+    needed = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+
+    def places(key: str) -> tuple[set[str], bool]:
+        if key in needed:
+            return {key}, True
+        name, source = rename_source_key(key, renamings, converters, model.base_model_prefix, needed)
+        if source is None:
+            return {name}, True
+        parts = [converter.target_patterns for converter in converters if source in converter.source_patterns]
+        return {name} | {name.replace(part[0], other) for part in parts for other in part}, False
+
+    return places
 
 
 class _TokenizerSignature(inspect.Signature):

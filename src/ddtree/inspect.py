@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from ddtree import pretrained
+from ddtree import pretrained, weights
 from ddtree.demo import NAME as DEMO
 from ddtree.demo import resolve_drafter
 from ddtree.drafters import checkpoint, loading
@@ -165,7 +164,7 @@ def read_target(name: str) -> TargetFacts:
         ),
         ("layers", f"{layers}; hidden size {text.hidden_size}, vocabulary {vocabulary}"),
         ("context", f"{getattr(text, 'max_position_embeddings', None) or 'unlimited'} tokens"),
-        ("weights", _weights(name, place, config)),
+        ("weights", _weights(name, place, config, model)),
         ("tokenizer", _tokenizer(tokenizer)),
         ("draft trees", f"no: {reason}; decoded autoregressively" if reason else "can be verified"),
     ]
@@ -254,23 +253,16 @@ def _misfits(target: TargetFacts, drafter: DrafterFacts) -> list[str]:
     return found
 
 
-def _weights(name: str, place: str, config: Any) -> str:
+def _weights(name: str, place: str, config: Any, model: Any) -> str:
     dtype = str(getattr(config, "dtype", None) or "unknown dtype").removeprefix("torch.")
     folder = Path(place)
     if not folder.is_dir():
         return f"{dtype}, not looked at on the hub"
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
-        raise CheckpointError(f"{name} has no weights (model.safetensors): download the checkpoint again")
-    for file in files:
-        if file.suffix == ".safetensors":
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{file} is damaged ({pretrained.gist(error)}): download the checkpoint again"
-                ) from error
+    files = weights.weight_files(name, folder)
+    found = {key: shape for file in files for key, shape in weights.read_shapes(file).items()}
+    # Quantized tensors have names and shapes of their quantizer's.
+    if getattr(config, "quantization_config", None) is None:
+        weights.check_weights(name, model, found)
     return f"{dtype}, {sum(file.stat().st_size for file in files) / 1e6:,.1f} MB"
 
 

@@ -71,9 +71,7 @@ class Acceptance:
         """What `as_dict` gave. Raises ConfigError when it is something else."""
         acceptance = Acceptance()
         try:
-            columns = [
-                np.array(values[name], dtype=np.float64) for name in ("seen", "predicted", "accepted")
-            ]
+            columns = [np.array(values[name], dtype=np.float64) for name in ("seen", "predicted", "accepted")]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"the acceptance counts are damaged ({error}): leave them out") from error
         seen, predicted, accepted = columns

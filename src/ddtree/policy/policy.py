@@ -235,9 +235,7 @@ class Policy:
                 continue
             accepted = np.zeros(size, dtype=np.bool_)
             accepted[list(path)] = True
-            self._acceptance(now, row).learn(
-                now.logprobs[row, 1:size], now.depths[row, 1:size], accepted[1:]
-            )
+            self._acceptance(now, row).learn(now.logprobs[row, 1:size], now.depths[row, 1:size], accepted[1:])
 
     def _time(
         self, now: _Round, names: Sequence[str], rows: int, width: int, seconds: Mapping[str, float]
