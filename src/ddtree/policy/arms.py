@@ -31,9 +31,10 @@ OFF = Arm("off")
 
 
 def arms_for(method: AutoMethod, members: Sequence[str]) -> list[Arm]:
-    """The arms of a request, the one to begin with first.
+    """The arms of a request, the full one first: every drafter.
 
-    A request that fixes its method still has "off": a budget of none.
+    A request that fixes its method still has "off": a budget of none. A chain is one drafter's, and so there is no
+    chain of several.
 
     Args:
         method: as the request asks.
@@ -42,7 +43,8 @@ def arms_for(method: AutoMethod, members: Sequence[str]) -> list[Arm]:
     own = tuple(members)
     if method == "off" or not own:
         return [OFF]
-    subsets = [own] if len(own) == 1 else [own, *((name,) for name in own)]
     if method != "auto":
-        return [Arm(method, subset) for subset in subsets[:1]] + [OFF]
-    return [*(Arm("tree", subset) for subset in subsets), *(Arm("chain", subset) for subset in subsets), OFF]
+        return [Arm(method, own), OFF]
+    full = [Arm("tree", own)]
+    alone = [Arm(way, (name,)) for way in ("tree", "chain") for name in own]
+    return [*full, *(arm for arm in alone if arm not in full), OFF]

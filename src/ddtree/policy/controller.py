@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ddtree.policy.arms import OFF, Arm
 
 EXPLORATION = 0.03
-_MEMORY = 48
-_DWELL = 8
+_LEVEL_MEMORY = 48.0
+_SHARE_MEMORY = 128.0
+_TIME_MEMORY = 32.0
+_LOUDEST = 0.2
+_DWELL = 16
 _MARGIN = 1.03
-_STALE = 64
-_HOPELESS, _PATIENCE = 0.7, 8
 _SWITCHES = 64
 
 
@@ -24,34 +26,31 @@ class Figures:
 
     Attributes:
         rounds: rounds decoded with it.
-        tokens: tokens a row and round.
+        share: its tokens a round over those of the full arm in the same rounds, seen so often.
         nodes: drafted nodes a row and round.
-        slowness: measured over predicted seconds of its rounds.
-        informed: the round that last told about its tokens; -1 for never.
+        slowness: measured over predicted seconds of its rounds, timed so often.
     """
 
     rounds: int = 0
-    tokens: float = 1.0
+    share: float = 1.0
     nodes: float = 0.0
     slowness: float = 1.0
-    informed: int = -1
-    _weight: float = 0.0
-    _timed: float = 0.0
+    seen: float = 0.0
+    timed: float = 0.0
+    _own: float = 0.0
+    _full: float = 0.0
 
-    def learn(self, tokens: float, nodes: float, now: int) -> None:
-        self._weight = min(self._weight + 1, _MEMORY)
-        self.tokens += (tokens - self.tokens) / self._weight
-        self.nodes += (nodes - self.nodes) / self._weight
-        self.informed = now
+    def compare(self, tokens: float, full: float, nodes: float) -> None:
+        """What it made, or would have made, of a round in which the full arm made `full` tokens."""
+        keep = 1 - 1 / _SHARE_MEMORY
+        self._own, self._full = self._own * keep + tokens, self._full * keep + full
+        self.share = self._own / self._full
+        self.seen = self.seen * keep + 1
+        self.nodes += (nodes - self.nodes) / self.seen
 
     def time(self, ratio: float) -> None:
-        """Measured over predicted seconds of a round; a burst of the machine counts as no more than twice."""
-        self._timed = min(self._timed + 1, _MEMORY)
-        self.slowness += (min(max(ratio, 0.5), 2.0) - self.slowness) / self._timed
-
-    @property
-    def known(self) -> bool:
-        return self._weight >= _DWELL
+        self.timed = min(self.timed + 1, _TIME_MEMORY)
+        self.slowness += (ratio - self.slowness) / self.timed
 
 
 @dataclass(frozen=True)
@@ -67,39 +66,71 @@ class Switch:
 class Controller:
     """Chooses the arm of each round for one kind of request under one load.
 
-    The arm in use is left for another only when that is faster by 3 % and both are known from eight rounds or more.
-    At most 3 % of rounds explore: they try the arm of which least is known, and seldom one that was far behind.
+    A round of the *full* arm, the first one, also shows what every arm of a part of its drafters would have made of
+    it, since the answer is then known. So arms are compared on the same rounds, as shares of the full arm's tokens, and
+    one rolling level says how many those are now. "off" makes one token a round.
+
+    The arm in use is left for another only when that is faster by 3 %, after 16 rounds at least. While another arm
+    than the full one is in use, at most 3 % of the rounds go to the full one, to keep level and shares true.
 
     Args:
-        arms: the one to begin with first. "off" is known without trying: it makes one token a round.
+        arms: the full one first.
         seconds: predicted seconds of a round of an arm with so many nodes a row.
     """
 
     def __init__(self, arms: Sequence[Arm], seconds: Callable[[Arm, float], float]) -> None:
         self.figures = {arm: Figures() for arm in arms}
-        self.current = arms[0]
+        self.current = self._full = arms[0]
+        self.level = 1.0
         self.rounds = 0
         self.explored = 0
         self.switches: deque[Switch] = deque(maxlen=_SWITCHES)
         self._seconds = seconds
+        self._slowness = 1.0
         self._since = 0
+        self._levelled: int | None = None
 
     def choose(self) -> Arm:
         """The arm of the next round."""
         self.rounds += 1
         if self.rounds - self._since > _DWELL:
             self._reconsider()
-        if self.explored + 1 <= EXPLORATION * self.rounds:
-            arm = self._least_known()
-            if arm is not None:
-                self.explored += 1
-                return arm
+        if self.current != self._full and self.explored + 1 <= EXPLORATION * self.rounds:
+            self.explored += 1
+            return self._full
         return self.current
 
+    def learn(
+        self, arm: Arm, tokens: float, nodes: float, foretold: Mapping[Arm, tuple[float, float]]
+    ) -> None:
+        """A round of an arm made `tokens` a row with `nodes` a row.
+
+        Args:
+            foretold: tokens and nodes that other arms would have had in the same round, where that is known.
+        """
+        self.figures[arm].rounds += 1
+        if arm == self._full:
+            for other, (made, used) in {**foretold, arm: (tokens, nodes)}.items():
+                self.figures[other].compare(made, tokens, used)
+        elif arm != OFF:
+            figures = self.figures[arm]
+            figures.nodes += (nodes - figures.nodes) / _LEVEL_MEMORY
+        if arm != OFF:
+            self._relevel(tokens / self.figures[arm].share)
+
+    def time(self, arm: Arm, ratio: float) -> None:
+        """Measured over predicted seconds of a round of an arm; a burst of the machine counts as twice at most."""
+        ratio = min(max(ratio, 0.5), 2.0)
+        self.figures[arm].time(ratio)
+        self._slowness += (ratio - self._slowness) / _TIME_MEMORY
+
     def speed(self, arm: Arm) -> float:
-        """Tokens a row and second that an arm is expected to make; "off" is always known."""
+        """Tokens a row and second that an arm is expected to make now."""
         figures = self.figures[arm]
-        return figures.tokens / (self._seconds(arm, figures.nodes) * figures.slowness)
+        tokens = 1.0 if arm == OFF else max(1.0, self.level * figures.share)
+        trust = figures.timed / (figures.timed + _TIME_MEMORY)
+        slowness = trust * figures.slowness + (1 - trust) * self._slowness
+        return tokens / (self._seconds(arm, figures.nodes) * slowness)
 
     def rate(self) -> float | None:
         """The speed of the arm in use; None while it is not known."""
@@ -114,7 +145,7 @@ class Controller:
             "arms": {
                 str(arm): {
                     "rounds": figures.rounds,
-                    "tokens_per_round": figures.tokens,
+                    "tokens_per_round": 1.0 if arm == OFF else self.level * figures.share,
                     "nodes": figures.nodes,
                     "tokens_per_second": self.speed(arm) if self._known(arm) else None,
                 }
@@ -124,7 +155,18 @@ class Controller:
         }
 
     def _known(self, arm: Arm) -> bool:
-        return arm == OFF or self.figures[arm].known
+        return arm == OFF or self.figures[arm].seen >= 1
+
+    def _relevel(self, tokens: float) -> None:
+        """Old levels fade with the rounds since; one round is never heard louder than a fifth."""
+        if self._levelled is None:
+            self.level = tokens
+        else:
+            elapsed = self.rounds - self._levelled
+            early = 1 / (1 + self.figures[self._full].seen)
+            weight = max(early, min(_LOUDEST, 1 - math.exp(-elapsed / _LEVEL_MEMORY)))
+            self.level += (tokens - self.level) * weight
+        self._levelled = self.rounds
 
     def _reconsider(self) -> None:
         known = [arm for arm in self.figures if self._known(arm)]
@@ -136,16 +178,3 @@ class Controller:
             reason = f"{theirs:.1f} against {ours:.1f} tokens a second a row"
             self.switches.append(Switch(self.rounds, str(self.current), str(best), reason))
             self.current, self._since = best, self.rounds
-
-    def _least_known(self) -> Arm | None:
-        """The arm to try: the one not heard of for longest, if any is due."""
-        due = [arm for arm in self.figures if arm not in (self.current, OFF) and self._due(arm)]
-        return min(due, key=lambda arm: self.figures[arm].informed, default=None)
-
-    def _due(self, arm: Arm) -> bool:
-        figures = self.figures[arm]
-        age = self.rounds - figures.informed
-        if not figures.known:
-            return True
-        hopeless = self.speed(arm) < _HOPELESS * self.speed(self.current)
-        return age > (_STALE * _PATIENCE if hopeless else _STALE)

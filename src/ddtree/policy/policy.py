@@ -146,26 +146,30 @@ class Policy:
         for request, group in now.groups.items():
             mine = [row for row, asked in enumerate(now.requests) if asked == request]
             arm = now.choices[mine[0]].arm
-            figures = group.controller.figures[arm]
-            figures.rounds += 1
             tokens = sum(len(paths[row]) for row in mine) / len(mine)
             nodes = sum(tree.sizes[row] - 1 for row in mine) / len(mine)
-            figures.learn(tokens, nodes, group.controller.rounds)
-            self._foretell(now, group, mine, answers, round(nodes))
+            foretold = self._foretold(now, group.controller, mine, answers, round(nodes))
+            group.controller.learn(arm, tokens, nodes, foretold)
             if len(mine) == rows:
                 predicted = self.seconds(arm, nodes, rows, now.context)
-                figures.time(sum(seconds[part] for part in _ROUND) / predicted)
+                group.controller.time(arm, sum(seconds[part] for part in _ROUND) / predicted)
         if width > 1:
             self._accept(now, tree, paths)
 
-    def _foretell(
-        self, now: _Round, group: _Group, rows: Sequence[int], answers: Sequence[Sequence[int]], nodes: int
-    ) -> None:
-        """Tell the arms of a single drafter what they would have made of this round: the answer is known."""
+    def _foretold(
+        self,
+        now: _Round,
+        controller: Controller,
+        rows: Sequence[int],
+        answers: Sequence[Sequence[int]],
+        nodes: int,
+    ) -> dict[Arm, tuple[float, float]]:
+        """Tokens and nodes that arms of a single drafter would have had: its own tree and the answer are known."""
         played = now.choices[rows[0]].arm
+        foretold = {}
         for name, tree in now.proposals:
             columns = tree.tokens.tolist(), tree.parents.tolist()
-            for arm, figures in group.controller.figures.items():
+            for arm in controller.figures:
                 if arm == played or arm.members != (name,):
                     continue
                 chain = arm.method == "chain"
@@ -174,7 +178,8 @@ class Policy:
                     for row in rows
                 ]
                 tokens, used = (sum(column) / len(rows) for column in zip(*met, strict=True))
-                figures.learn(1 + tokens, used, group.controller.rounds)
+                foretold[arm] = 1 + tokens, used
+        return foretold
 
     def seconds(self, arm: Arm, nodes: float, rows: int, context: float) -> float:
         """Predicted seconds of a round in which all rows take an arm with so many nodes each."""
