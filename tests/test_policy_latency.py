@@ -286,3 +286,9 @@ def test_least_squares_without_negative_coefficients_meets_the_conditions_of_opt
     assert (solution >= 0).all()
     assert gradient.min() >= -1e-8
     assert np.abs(gradient[solution > 0]).max(initial=0) <= 1e-8
+
+
+def test_a_single_context_says_nothing_of_others():
+    model = fitted([Sample(width, 1, 64, 0.01 * width) for width in (2, 3, 9)])
+    assert model.verify(9, 1, 0) == pytest.approx(0.09)
+    assert model.verify(9, 1, 6400) == pytest.approx(0.09)

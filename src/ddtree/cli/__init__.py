@@ -1,4 +1,4 @@
-"""The command line: `ddtree generate | chat | inspect | demo | train`.
+"""The command line: `ddtree generate | chat | inspect | demo | calibrate | train`.
 
 Errors a user can cause are one line on standard error and exit code 2. Commands import what they need only when they
 are the one that runs, so that `--help` does not wait for torch.
@@ -21,6 +21,8 @@ COMMANDS = {
     "chat": ("ddtree.cli.chat", "talk with a model"),
     "inspect": ("ddtree.cli.inspect", "what a checkpoint is, whether a pair fits, and why not"),
     "demo": ("ddtree.cli.demo", "the same prompts answered with and without a draft tree, side by side"),
+    "bench": ("ddtree.cli.bench", "measure ways of decoding side by side"),
+    "calibrate": ("ddtree.cli.calibrate", "measure what rounds cost on this machine"),
     "train": ("ddtree.train.cli", "make a drafter for a target"),
 }
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141

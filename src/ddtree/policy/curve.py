@@ -23,7 +23,8 @@ from ddtree.policy import nonnegative
 
 Array = NDArray[np.float64]
 
-QUANTITIES = ("rows", "tokens", "context", "pairs")
+_NODES = ("rows", "tokens")
+QUANTITIES = (*_NODES, "context", "pairs")
 _MOST_KNOTS = 16
 _OUTLYING = 1.5  # in robust standard deviations; from there on, residuals count linearly (Huber)
 
@@ -119,9 +120,10 @@ def fit(samples: Sequence[Sample], quantities: Sequence[str] = QUANTITIES) -> Cu
     every = [_quantities(np.float64(s.width), s.rows, s.context) for s in samples]
     candidates = []
     columns = [np.ones(len(samples))]
+    contexts = len({sample.context for sample in samples})
     for quantity in quantities:
         values = np.array([float(each[quantity]) for each in every])
-        for beyond in _knots(values, within=quantity in ("rows", "tokens")):
+        for beyond in _knots(values) if quantity in _NODES else _attention_knots(values, contexts):
             candidates.append((quantity, beyond))
             columns.append(np.maximum(0.0, values - beyond))
     # Relative errors: a burst of slowness is then at most 100 % off, however long it was.
@@ -160,12 +162,19 @@ def _quantities(widths: Any, rows: int, context: float) -> dict[str, Array]:
     }
 
 
-def _knots(values: Array, within: bool) -> list[float]:
-    """Where slopes may begin: at the least value (at 0 for attention's work) and at measured ones below the largest."""
-    distinct = np.unique(values)
-    if len(distinct) < 2:
-        return []
-    inner = distinct[:-1] if within else distinct[1:-1]
+def _knots(values: Array) -> list[float]:
+    """Where slopes may begin: at measured values below the largest."""
+    inner = np.unique(values)[:-1]
     if len(inner) > _MOST_KNOTS:
         inner = inner[np.linspace(0, len(inner) - 1, _MOST_KNOTS).round().astype(int)]
-    return [*([] if within else [0.0]), *inner.tolist()]
+    return inner.tolist()
+
+
+def _attention_knots(values: Array, contexts: int) -> list[float]:
+    """Likewise for attention's work, which is nothing without context.
+
+    At a single context nothing tells it from the rest, and two say nothing of a bend.
+    """
+    if contexts < 2:
+        return []
+    return [0.0, *(_knots(values)[1:] if contexts > 2 else [])]

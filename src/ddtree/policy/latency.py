@@ -18,6 +18,8 @@ __all__ = ["LatencyModel", "Part", "Sample"]
 
 Part = Literal["verify", "draft", "overhead"]
 FORMAT = 1
+CUT_SHORT = "cut_short"
+"""Key of `LatencyModel.machine`: points were left out for want of time, so that it serves for once only."""
 _OVERHEAD = 0.03
 """Walk, commit and bookkeeping, as a share of verifying the root alone, until rounds have told."""
 

@@ -1,0 +1,118 @@
+"""`ddtree calibrate`: measures what rounds cost on this machine, and keeps it for `auto`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddtree.cli.options import add_model_options, load_model
+
+if TYPE_CHECKING:
+    from ddtree.policy.latency import LatencyModel
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    group = parser.add_argument_group("what to measure")
+    group.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N",
+                       help="sequences decoded together (default: 1 2 4 8)")  # fmt: skip
+    group.add_argument("--contexts", type=int, nargs="+", metavar="N",
+                       help="tokens of prompt and answer (default: 32 256 768 2048)")  # fmt: skip
+    group.add_argument("--widths", type=int, nargs="+", metavar="N",
+                       help="nodes checked in one pass, the root included (default: from 1 to where a pass costs four "
+                       "times the root's)")  # fmt: skip
+    group.add_argument("--turns", type=int, default=7, metavar="N",
+                       help="measurements of each point, of which the median counts (default: 7)")  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", help="write the measurements to this file too, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ddtree.policy import measure, store
+
+    model = load_model(args)
+    target, drafter = model.target, model.engine.drafter
+    line = _Line()
+    try:
+        measured = measure.calibrate(
+            target,
+            drafter,
+            rows=args.rows,
+            contexts=args.contexts or measure.CONTEXTS,
+            widths=args.widths,
+            turns=args.turns,
+            progress=line.update,
+        )
+    finally:
+        line.close()
+    print(report(measured))
+    key = store.key(target, drafter)
+    print(f"\nsaved for this pair, device, dtype and number of threads: {store.save(key, measured)}")
+    if args.out:
+        store.write(Path(args.out), {"key": key, "model": measured.as_dict()})
+        print(f"written to {args.out}")
+    return 0
+
+
+def report(model: LatencyModel) -> str:
+    """The machine, a table for each number of rows, and the error on points held out of the fit."""
+    from ddtree.policy.heldout import held_out
+
+    machine = ", ".join(f"{name} {value}" for name, value in model.machine.items())
+    parts = [f"measured on: {machine}"]
+    parts += [_table(model, rows) for rows in sorted({point.rows for point in model.points})]
+    parts.append(
+        "Verification and drafting in milliseconds, as fitted; drafting is by all drafters, at the first context. The "
+        "ceiling is that of a round in which every node is accepted, or a path of 16."
+    )
+    held = held_out(model.points)
+    if held is None:
+        parts.append("Too few node counts and contexts to hold some out of the fit and predict them.")
+    else:
+        widths = ", ".join(map(str, held.widths)) or "none"
+        contexts = ", ".join(f"{context:g}" for context in held.contexts) or "none"
+        parts.append(
+            f"Fitted without node counts {widths} and without contexts {contexts}, {len(held.errors)} points in all, "
+            f"it predicts them with a median error of {held.median:.1%} (largest {held.worst:.1%})."
+        )
+    return "\n\n".join(parts)
+
+
+def _table(model: LatencyModel, rows: int) -> str:
+    from ddtree.tree import MAX_DEPTH
+
+    points = [point for point in model.points if point.rows == rows]
+    contexts = sorted({point.context for point in points})
+    drafters = [name for name in model.draft_points if "+" not in name]
+    head = ["nodes a row", *(f"{context:g}" for context in contexts), "draft", "tokens/s ceiling"]
+    lines = [head]
+    for width in sorted({point.width for point in points}):
+        verify = [model.verify(width, rows, context) for context in contexts]
+        draft = model.draft(drafters, width, rows, contexts[0]) if width > 1 else 0.0
+        ceiling = rows * min(width, MAX_DEPTH + 1) / (verify[0] + draft + model.overhead())
+        cells = [f"{1000 * seconds:.1f}" for seconds in [*verify, draft]]
+        lines.append([str(width), *cells, f"{ceiling:.0f}"])
+    sizes = [max(len(line[place]) for line in lines) for place in range(len(head))]
+    table = ["  ".join(cell.rjust(size) for cell, size in zip(line, sizes, strict=True)) for line in lines]
+    title = "1 sequence" if rows == 1 else f"{rows} sequences"
+    return "\n".join([f"{title}, by tokens of prompt and answer so far", *table])
+
+
+class _Line:
+    """The progress line, begun when it is known how much there is to do."""
+
+    def __init__(self) -> None:
+        from ddtree.train.progress import ProgressLine
+
+        self._make = ProgressLine
+        self._line: ProgressLine | None = None
+
+    def update(self, done: int, total: int) -> None:
+        if self._line is None:
+            self._line = self._make("measuring", total, "turns")
+            self._line.update(0)
+        self._line.update(done)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()

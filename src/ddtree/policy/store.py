@@ -1,0 +1,112 @@
+"""Measured latency models in the user's cache folder, as readable JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddtree.demo import cache_folder
+from ddtree.errors import ConfigError
+from ddtree.policy.latency import CUT_SHORT, LatencyModel
+from ddtree.policy.machine import device_name
+
+Key = dict[str, Any]
+"""What a measurement holds for: plain JSON values."""
+
+# Parts of a configuration that no forward pass depends on.
+_IDLE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+
+
+def key(target: Any, drafter: Any = None) -> Key:
+    """What a latency model of a `Target` and its drafter holds for: the two, device, dtype, threads, release."""
+    config = {name: value for name, value in target.config.to_dict().items() if name not in _IDLE}
+    parts = getattr(drafter, "drafters", [] if drafter is None else [drafter])
+    return {
+        "target": target.config.model_type,
+        "target_config": _digest(config),
+        "drafters": [f"{part.name} ({_size(part):,} weights)" for part in parts],
+        "device": device_name(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def path(wanted: Key) -> Path:
+    """Where the model of a key is kept."""
+    return cache_folder() / "latency" / f"{wanted['target']}-{_digest(wanted)}.json"
+
+
+def load(wanted: Key) -> LatencyModel | None:
+    """The model saved for a key; None where there is none, or none that can be used: measure anew then."""
+    try:
+        values = json.loads(path(wanted).read_text(encoding="utf-8"))
+        return LatencyModel.from_dict(values["model"]) if values["key"] == wanted else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def save(wanted: Key, model: LatencyModel) -> Path:
+    """Keep a model for a key; returns its file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    file = path(wanted)
+    write(file, {"key": wanted, "model": model.as_dict()})
+    return file
+
+
+def write(file: Path, values: Any) -> None:
+    """Write JSON to a file, whole or not at all. Raises ConfigError when it cannot be written."""
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    partial = None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Others may read, or write the same, at this moment.
+        handle, partial = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".partial")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(partial, file)
+    except OSError as error:
+        if partial is not None:
+            Path(partial).unlink(missing_ok=True)
+        why = error.strerror or str(error)
+        raise ConfigError(
+            f"{file} cannot be written ({why}): name another file or free the folder"
+        ) from error
+
+
+def obtain(wanted: Key, measure: Callable[[], LatencyModel]) -> LatencyModel:
+    """The model saved for a key, or else a measured one, saved for the next time where that can be done.
+
+    One that was cut short by a slow or busy machine is not saved.
+    """
+    model = load(wanted)
+    if model is None:
+        model = measure()
+        if not model.machine.get(CUT_SHORT):
+            # Where nothing can be written it holds for this run all the same.
+            with suppress(ConfigError):
+                save(wanted, model)
+    return model
+
+
+def _digest(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _size(drafter: Any) -> int:
+    """Weights of a drafter's own networks."""
+    held = [getattr(value, "model", value) for value in vars(drafter).values()]
+    networks = [value for value in held if isinstance(value, torch.nn.Module)]
+    return sum(weight.numel() for network in networks for weight in network.parameters())
