@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import ddtree
 import talker
@@ -81,6 +82,17 @@ def test_json_holds_the_result(run, model):
     assert (found["finish_reason"], found["seed"]) == (expected.finish_reason, 5)
     assert len(found["logprobs"]) == len(expected.token_ids) and len(found["logprobs"][0]["top"]) == 2
     assert found["stats"]["method"] == "tree" and found["stats"]["drafter"] == "lookup"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_json_loses_no_character_whatever_standard_output_holds(run, monkeypatch, encoding):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding=encoding, write_through=True))
+    assert run("generate", "--json", "--raw", "--ignore-eos", PROMPT)[0] == 0
+    line = raw.getvalue()
+    text = json.loads(line.decode(encoding))["text"]
+    assert not text.isascii() and "?" not in text
+    assert line.isascii() == (encoding != "utf-8")
 
 
 def test_sampling_options_reach_the_sampler(run, model):
@@ -172,6 +184,15 @@ def test_inspect_tells_the_pair_and_exits_1_when_it_does_not_fit(target, tmp_pat
     assert "draft trees  can be verified" in capsys.readouterr().out
 
 
+def test_inspect_exits_2_for_a_damaged_target(tmp_path, capsys):
+    folder = talker.save(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["inspect", str(folder)]) == 2
+    assert "is incomplete: 1 tensors are missing (model.norm.weight, ...)" in capsys.readouterr().err
+
+
 def test_demo_passes_its_options_on(monkeypatch):
     asked = {}
     monkeypatch.setattr(show, "run_demo", lambda **options: asked.update(options) or 0)
@@ -208,11 +229,24 @@ def test_version_and_help(capsys):
         (["--seed", str(2**63), PROMPT], "seed must be from 0 to"),
         (["--max-tokens", str(10**30), PROMPT], "max_tokens must be from 1 to"),
         (["--logit-bias", "70", PROMPT], "--logit-bias '70' must be written ID=NUMBER"),
+        (
+            ["--logit-bias", "70=1", "--logit-bias", " 70 =2", PROMPT],
+            "--logit-bias names token 70 twice: give it once",
+        ),
+        (["--logit-bias", "70=1", "--logit-bias", "070=2", PROMPT], "logit_bias names token 70 twice"),
+        (
+            ["--logprobs", "2", PROMPT],
+            "--logprobs is shown with --json only: add it, or leave --logprobs out",
+        ),
         (["--logit-bias", "a=1", PROMPT], "a token id in logit_bias must be an integer"),
         (["--threads", "0", PROMPT], "--threads 0 is outside 1..1024"),
         (["--max-context", "9999", PROMPT], "max_context=9999 is outside 2..512, the model's own limit"),
         (["--device", "toaster", PROMPT], "unknown device 'toaster'"),
         (["--drafter", "/no/such/drafter", PROMPT], "/no/such/drafter does not exist"),
+        (
+            ["--drafter", "auto", "--drafter", "lookup", PROMPT],
+            "cannot hold auto, which chooses by itself: give it alone",
+        ),
         (["--drafter", "lookup", "--drafter", "none", PROMPT], "must hold drafters to merge"),
         (["--target", "/no/such/model", PROMPT], "/no/such/model does not exist"),
         (["--system", "be", "--raw", PROMPT], "--system needs a chat template"),
@@ -253,6 +287,15 @@ def test_an_error_that_is_nobodys_fault_is_one_line_too(run, monkeypatch):
     )
 
 
+def test_a_standard_output_that_is_closed_is_named(run, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    code, _, err = run("generate", PROMPT)
+    assert (code, err) == (
+        2,
+        "ddtree: error: standard output is closed: leave it open, or send it to a file\n",
+    )
+
+
 def test_ctrl_c_exits_with_130(run, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -275,6 +318,14 @@ def test_help_and_version_do_not_wait_for_torch():
 def spawn(target, *more, **pipes):
     command = [sys.executable, "-m", "ddtree", "generate", "--target", target, "--device", "cpu", *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **pipes)
+
+
+@pytest.mark.slow
+def test_without_a_standard_output_it_is_one_line(target):
+    command = [sys.executable, "-m", "ddtree", "generate", "--target", target, PROMPT]
+    done = subprocess.run(command, stderr=subprocess.PIPE, preexec_fn=lambda: os.close(1), timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == b"ddtree: error: standard output is closed: leave it open, or send it to a file\n"
 
 
 @pytest.mark.slow

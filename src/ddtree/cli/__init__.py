@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
+    if sys.stdout is None:
+        return _fail("standard output is closed: leave it open, or send it to a file")
     try:
         code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
         sys.stdout.flush()

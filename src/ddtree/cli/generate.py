@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from ddtree.cli import options
-from ddtree.errors import PromptError
+from ddtree.errors import ConfigError, PromptError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.logprobs is not None and not args.json:
+        raise ConfigError("--logprobs is shown with --json only: add it, or leave --logprobs out")
     text = read_prompt(args)
     if not text:
         raise PromptError("the prompt is empty: give at least one character")
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         prompt = [*system, {"role": "user", "content": text}]
     if args.json:
         result = model.generate(prompt, **chosen)
-        print(json.dumps(result.as_dict(), ensure_ascii=False))
+        print(options.json_line(result.as_dict()))
     else:
         with model.stream(prompt, **chosen) as stream:
             for piece in stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repetition-penalty", type=float, metavar="X")
     group.add_argument("--presence-penalty", type=float, metavar="X")
     group.add_argument("--frequency-penalty", type=float, metavar="X")
-    group.add_argument("--logit-bias", action="append", metavar="ID=X", help="repeatable")
+    group.add_argument("--logit-bias", action="append", metavar="ID=X",
+                       help="add X to the logit of token ID; repeatable, once for each token")  # fmt: skip
     group.add_argument("--bad-word", action="append", dest="bad_words", metavar="TEXT",
                        help="text that the answer may not contain as these tokens; repeatable")  # fmt: skip
     group.add_argument("--min-tokens", type=int, metavar="N")
@@ -104,7 +106,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     if temperature is None:
         temperature = 1.0 if {"top_k", "top_p", "min_p", "seed"} & set(chosen) else 0.0
     if args.logit_bias:
-        chosen["logit_bias"] = dict(_bias(text) for text in args.logit_bias)
+        chosen["logit_bias"] = _biases(args.logit_bias)
     chosen |= {"temperature": temperature, "max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
     return {**chosen, "method": args.method, "budget": args.budget, "depth": args.depth}
 
@@ -123,6 +125,16 @@ def forgiving_output() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
+def json_line(value: Any) -> str:
+    """JSON in one line, with characters that standard output cannot show as escapes."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
 def stats_line(stats: Any) -> str:
     """Figures of one answer in one line."""
     way = "no drafting" if stats.method == "off" else f"{stats.method} of {stats.drafter}"
@@ -130,6 +142,15 @@ def stats_line(stats: Any) -> str:
         f"{stats.output_tokens} tokens in {stats.total:.2f} s ({stats.tokens_per_second:.1f} tokens/s), the first "
         f"after {stats.ttft:.2f} s; {stats.rounds} rounds, {stats.tau:.2f} tokens a round; {way}"
     )
+
+
+def _biases(texts: list[str]) -> dict[str, float]:
+    biases: dict[str, float] = {}
+    for token, value in map(_bias, texts):
+        if token in biases:
+            raise ConfigError(f"--logit-bias names token {token} twice: give it once")
+        biases[token] = value
+    return biases
 
 
 def _bias(text: str) -> tuple[str, float]:

@@ -44,6 +44,10 @@ def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
     if spec is None or spec == "none":
         return None
     if isinstance(spec, list | tuple):
+        if any(isinstance(part, str) and part == "auto" for part in spec):
+            raise ConfigError(
+                f"drafter={list(spec)!r} cannot hold auto, which chooses by itself: give it alone, or name each drafter"
+            )
         parts = [load_drafter(part, target) for part in spec]
         if not parts or None in parts:
             raise ConfigError(
