@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import tiny
+from ddtree.cli import main
 from ddtree.drafters.checkpoint import read
 from ddtree.drafters.ngrams import NgramTable
-from ddtree.errors import CheckpointError
+from ddtree.errors import CheckpointError, ConfigError
 from ddtree.train.cli import add_arguments, run
 from ddtree.train.data import shard_indices, shard_path
 from ddtree.train.synthesize import Template
@@ -48,7 +50,7 @@ def arguments(target, work, *more):
         "--tokens=300", "--rows=12", "--max-answer=30", "--steps=6", "--draft-vocabulary=16", "--block=4",
         "--budgets", "4", "8",
     ]  # fmt: skip
-    return parser.parse_args([*more, f"--target={target}", f"--work={work}", *options])
+    return parser.parse_args([f"--target={target}", f"--work={work}", *options, *more])
 
 
 def test_all_steps_make_a_drafter_that_reads_back(target, tmp_path, capsys):
@@ -97,8 +99,21 @@ def test_a_step_without_the_one_before_says_which(target, tmp_path, step, messag
 
 
 def test_a_target_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot load the target"):
+    with pytest.raises(CheckpointError, match="nowhere does not exist: name a checkpoint's folder"):
         run(arguments(tmp_path / "nowhere", tmp_path, "synthesize"))
+
+
+def test_a_damaged_target_is_one_line(target, tmp_path, capsys):
+    folder = shutil.copytree(target, tmp_path / "target")
+    (folder / "model.safetensors").write_bytes(b"garbage")
+    assert main(["train", "synthesize", "--target", str(folder), "--work", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ddtree: error: {folder} cannot be loaded (") and error.count("\n") == 1
+
+
+def test_a_device_that_is_not_there_is_named(target, tmp_path):
+    with pytest.raises(ConfigError, match="unknown device 'toaster'"):
+        run(arguments(target, tmp_path, "synthesize", "--device=toaster"))
 
 
 def test_a_template_is_cut_around_the_users_text(target):

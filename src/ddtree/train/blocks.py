@@ -8,7 +8,7 @@ as it will when drafting, and itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class Blocks:
     labels: Tensor
     mask: Tensor
     context: int
+
+    def to(self, device: torch.device) -> Blocks:
+        tensors = ("tokens", "positions", "labels", "mask")
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
 def pack(tokens: Tensor, anchors: Tensor, block: int, mask_id: int) -> Blocks:

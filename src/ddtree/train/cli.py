@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ddtree.demo import resolve
 from ddtree.drafters import Drafter
 from ddtree.drafters.checkpoint import read, write
 from ddtree.drafters.dflash import DFlash
@@ -21,7 +19,8 @@ from ddtree.drafters.dflash_net import DFlashNet
 from ddtree.drafters.lookup import Lookup
 from ddtree.drafters.merged import Merged
 from ddtree.drafters.ngrams import NgramTable, build_table
-from ddtree.errors import CheckpointError, ConfigError
+from ddtree.errors import ConfigError
+from ddtree.pretrained import load_causal_lm
 from ddtree.target import Target
 from ddtree.train import export as exporting
 from ddtree.train.coupling import CouplingFit, fit_coupling
@@ -47,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=Path("ddtree-train"), help="folder for data and state")
     parser.add_argument("--out", type=Path, help="folder of the finished drafter (default: WORK/export)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cuda, mps or cpu (default: cpu)")
     group = parser.add_argument_group("synthesize")
     group.add_argument(
         "--tokens", type=int, default=synthesis.tokens, help="answer tokens (default: %(default)s)"
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the step or steps asked for. Errors a user can cause are `DDTreeError`s."""
-    target = load_target(args.target) if args.step != "export" else None
+    target = None if args.step == "export" else Target(*load_causal_lm(args.target, args.device))
     for step in STEPS if args.step == "all" else (args.step,):
         if step == "export":
             out = args.out or args.work / "export"
@@ -104,20 +104,6 @@ def run(args: argparse.Namespace) -> int:
             assert target is not None
             {"synthesize": synthesize, "fit": fit, "evaluate": evaluate}[step](args, target)
     return 0
-
-
-def load_target(name: str) -> Target:
-    """The target in the precision of its checkpoint. Raises CheckpointError where it cannot be read."""
-    folder = resolve(name)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"cannot load the target {name}: {reason} Give a checkpoint folder or hub id"
-        ) from error
-    return Target(model, tokenizer)
 
 
 def synthesize(args: argparse.Namespace, target: Target) -> None:
@@ -145,7 +131,7 @@ def fit(args: argparse.Namespace, target: Target) -> None:
         ids = draft_vocabulary(corpus, args.draft_vocabulary, target.eos_ids)
     mask = mask_token(target, corpus) if args.mask_token is None else args.mask_token
     shape = draft_config(target, layers, args.draft_layers, args.block, mask)
-    network = initial_net(target, shape, corpus.example(corpus.train[0]), args.seed)
+    network = initial_net(target, shape, corpus.example(corpus.train[0]), args.seed).to(target.device)
     config = FitConfig(
         steps=args.steps,
         conversations=args.conversations,

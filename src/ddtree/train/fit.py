@@ -136,7 +136,7 @@ class Fit:
             if report:
                 report(Progress(self.step, config.steps, running, look))
         assert self.best is not None
-        self.net.load_state_dict(torch.load(self._folder / "best.pt", weights_only=True))
+        self.net.load_state_dict(torch.load(self._folder / "best.pt", map_location="cpu", weights_only=True))
         return self.best
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ class Fit:
         path = self._folder / "fit.pt"
         if not path.exists():
             return
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         if json.loads(state["config"]) != asdict(self._config):
             raise CheckpointError(f"{path} belongs to a fit with other settings; delete it to start anew")
         self.step, self._stale = state["step"], state["stale"]
@@ -223,14 +223,15 @@ def draft_scores(
 ) -> tuple[Tensor, Blocks]:
     """The drafter's logits [A, b - 1, D] for blocks at some anchors of a conversation, and the blocks.
 
-    The drafter's weights are float32; it computes in the precision of the target's embedding.
+    The drafter's weights are float32, on the device of the target's embedding, and it computes in its precision.
     """
     blocks = pack(example.tokens, anchors, net.config.block_size, net.config.mask_token_id)
+    blocks = blocks.to(embedding.device)
     x = net.embed(embedding, blocks.tokens)[None]
     low = x.dtype != torch.float32
-    with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        context = net.context(example.features[None, : blocks.context].flatten(2).to(x.dtype))
-        places = torch.arange(blocks.context)[None]
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=low):
+        context = net.context(example.features[None, : blocks.context].flatten(2).to(x))
+        places = torch.arange(blocks.context, device=x.device)[None]
         hidden = net(x, blocks.positions[None], context, places, blocks.mask[None])
         slots = hidden.view(len(anchors), -1, hidden.shape[-1])[:, 1:]
         # Flat and contiguous: PyTorch's CPU kernels turn a strided slice into a batched product, several times slower.

@@ -33,8 +33,8 @@ class Vocabulary:
         self._bias = bias if ids is None or bias is None else bias[ids]
         self._index: Tensor | None = None
         if ids is not None:
-            self._index = torch.full((len(weight),), IGNORED)
-            self._index[ids] = torch.arange(len(ids))
+            self._index = torch.full((len(weight),), IGNORED, device=weight.device)
+            self._index[ids] = torch.arange(len(ids), device=weight.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 scores [n, D] of hidden states [n, H]."""
@@ -86,12 +86,13 @@ def block_loss(
     """
     labels = vocabulary.index(blocks.labels)
     counted = labels != IGNORED
-    weights = slot_weights(labels.shape[1], gamma) * counted
+    weights = slot_weights(labels.shape[1], gamma).to(labels.device) * counted
     anchors = blocks.positions.view(len(labels), -1)[:, 0].tolist()
     teacher, first = None, min(anchors)
     if soft:
         with torch.no_grad():
-            teacher = vocabulary.logits(hidden[first : max(anchors) + labels.shape[1]]).softmax(dim=-1)
+            seen = hidden[first : max(anchors) + labels.shape[1]].to(labels.device)
+            teacher = vocabulary.logits(seen).softmax(dim=-1)
             beyond = max(anchors) + labels.shape[1] - first - len(teacher)
             teacher = functional.pad(teacher, (0, 0, 0, max(0, beyond)))
     places = [anchor - first for anchor in anchors]

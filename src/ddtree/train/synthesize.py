@@ -247,7 +247,7 @@ class Synthesizer:
         sampled = [i for i in free if not rows[i].greedy]
         for indices, top_p in ((turn, self._config.turn_top_p), (sampled, None)):
             if indices:
-                uniform = torch.tensor(draws.random(len(indices)), device=logits.device)
+                uniform = torch.tensor(draws.random(len(indices)))
                 chosen[indices] = draw(logits[indices], uniform, top_p)
         return chosen.tolist()
 
@@ -277,7 +277,8 @@ def draw(logits: Tensor, uniform: Tensor, top_p: float | None = None) -> Tensor:
         mass = (scores - total).exp()
         mass = mass * (mass.cumsum(dim=-1) - mass < top_p)
     running = mass.cumsum(dim=-1)
-    aim = uniform.to(running)[:, None] * running[:, -1:]
+    # Apple's GPU knows no float64: the type changes before the device.
+    aim = uniform.to(running.dtype).to(running.device)[:, None] * running[:, -1:]
     # A rounded aim may reach the total itself, past the last token with any mass.
     index = torch.searchsorted(running, aim, right=True)
     last = (mass > 0).int().mul(torch.arange(mass.shape[-1], device=mass.device)).amax(dim=-1, keepdim=True)
