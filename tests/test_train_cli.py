@@ -50,7 +50,7 @@ def arguments(target, work, *more):
         "--tokens=300", "--rows=12", "--max-answer=30", "--steps=6", "--draft-vocabulary=16", "--block=4",
         "--budgets", "4", "8",
     ]  # fmt: skip
-    return parser.parse_args([f"--target={target}", f"--work={work}", *options, *more])
+    return parser.parse_args([*more, f"--target={target}", f"--work={work}", *options])
 
 
 def test_all_steps_make_a_drafter_that_reads_back(target, tmp_path, capsys):
