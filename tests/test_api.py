@@ -56,7 +56,8 @@ def test_a_folder_is_loaded_and_answers_as_transformers_does(tmp_path):
     assert result.prompt_ids == talker.tokenizer().encode(PROMPT)
     assert result.token_ids == own_greedy(result.prompt_ids, 60)
     assert result.text == talker.tokenizer().decode(result.token_ids, skip_special_tokens=True)
-    assert (result.stats.method, result.stats.drafter) == ("tree", "lookup")
+    assert (result.stats.method, result.stats.drafter) == ("auto", "lookup")
+    assert sum(result.stats.arms.values()) == result.stats.rounds
     assert result.stats.output_tokens == len(result.token_ids)
 
 

@@ -81,7 +81,7 @@ def test_json_holds_the_result(run, model):
     assert found["token_ids"] == expected.token_ids and found["text"] == expected.text
     assert (found["finish_reason"], found["seed"]) == (expected.finish_reason, 5)
     assert len(found["logprobs"]) == len(expected.token_ids) and len(found["logprobs"][0]["top"]) == 2
-    assert found["stats"]["method"] == "tree" and found["stats"]["drafter"] == "lookup"
+    assert found["stats"]["method"] == "auto" and found["stats"]["drafter"] == "lookup"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
@@ -120,7 +120,7 @@ def test_a_seed_alone_means_sampling(run, model):
 def test_figures_go_to_standard_error(run, model):
     _, out, err = run("generate", "--stats", "--method", "chain", PROMPT)
     assert out == chat_text(model) + "\n"
-    assert "tokens/s" in err and "chain of lookup" in err and err.count("\n") == 1
+    assert "tokens/s" in err and "mostly chain@lookup" in err and err.count("\n") == 1
     assert "no drafting" in run("generate", "--stats", "--drafter", "none", PROMPT)[2]
 
 
@@ -145,7 +145,7 @@ def test_chat_keeps_the_history_until_it_is_reset(run, model):
 
 def test_chat_ends_with_its_input_and_tells_figures(run):
     code, _, err = run("chat", "--stats", stdin="hi")
-    assert code == 0 and "tree of lookup" in err
+    assert code == 0 and "mostly tree@lookup" in err
 
 
 def test_a_conversation_that_fills_the_context_can_begin_anew(run):
@@ -221,7 +221,7 @@ def test_version_and_help(capsys):
     ("options", "message"),
     [
         (["--budget", "-1", PROMPT], "budget=-1 is outside 0..1024"),
-        (["--budget", "many", PROMPT], "argument --budget: invalid int value: 'many'"),
+        (["--budget", "many", PROMPT], "argument --budget: 'many' is neither a whole number nor auto"),
         (["--method", "magic", PROMPT], "argument --method: invalid choice: 'magic'"),
         (["--depth", "17", PROMPT], "depth=17 is outside 1..16"),
         (["--temperature", "-2", PROMPT], "temperature must be from 0 to 100, not -2.0"),

@@ -20,7 +20,7 @@ from ddtree.demo import demo_drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine import Engine, Sequence
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
-from ddtree.policy import AutoBudget, AutoMethod
+from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, store
 from ddtree.pretrained import check_causal_lm, load_causal_lm
 from ddtree.prompts import Message, Prompt
 from ddtree.results import Piece, Result
@@ -32,6 +32,7 @@ __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Strea
 
 MAX_TOKENS = 512
 """Most tokens of an answer where nothing else is said."""
+_UNMEASURED_BUDGET = 16
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -265,7 +266,26 @@ class Model:
         with self._lock:
             if self._closed:
                 raise ConfigError("the model is closed: load it again")
+            if "auto" in (method, budget) and not self._can_decide():
+                method = "tree" if method == "auto" else method
+                budget = _UNMEASURED_BUDGET if budget == "auto" else budget
             return self.engine.add(ids, params, method=method, budget=budget, depth=depth, text=text)
+
+    def _can_decide(self) -> bool:
+        """Whether there is a policy; makes one, for which this machine may have to be measured first.
+
+        That cannot be done while sequences are running.
+        """
+        engine = self.engine
+        if engine.policy is None and engine.drafter is not None:
+            wanted = store.key(engine.target, engine.drafter)
+            latency = store.load(wanted)
+            if latency is None and engine.idle:
+                latency = store.obtain(
+                    wanted, lambda: measure.quick(engine.target, engine.drafter, rows=engine.max_rows)
+                )
+            engine.policy = None if latency is None else Policy(latency)
+        return engine.policy is not None
 
     def _step(self) -> None:
         with self._lock:

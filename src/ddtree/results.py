@@ -21,7 +21,7 @@ class Result:
         logprobs: of the target, one entry per token of `token_ids`; None unless asked for.
         prompt_ids: the prompt as the target saw it.
         seed: the one used, so that a drawn one can be given again.
-        stats: figures; `stats.method` and `stats.drafter` are what was really used.
+        stats: figures; `stats.arms` tells how rounds were really decoded.
     """
 
     text: str

@@ -32,9 +32,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting (changes the time, never the text)")
-    group.add_argument("--method", choices=("off", "chain", "tree"), default="tree", help="default: tree")
-    group.add_argument("--budget", type=int, default=16, metavar="N",
-                       help="most drafted tokens checked in one forward pass (default: 16)")  # fmt: skip
+    group.add_argument("--method", choices=("auto", "off", "chain", "tree"), default="auto",
+                       help="default: auto, whichever is fastest")  # fmt: skip
+    group.add_argument("--budget", type=_budget, default="auto", metavar="N",
+                       help="most drafted tokens checked in one forward pass, or auto: as many as pay on this machine "
+                       "(default: auto)")  # fmt: skip
     group.add_argument("--depth", type=int, default=16, metavar="N",
                        help="how far ahead to draft (default: 16)")  # fmt: skip
 
@@ -137,7 +139,8 @@ def json_line(value: Any) -> str:
 
 def stats_line(stats: Any) -> str:
     """Figures of one answer in one line."""
-    way = "no drafting" if stats.method == "off" else f"{stats.method} of {stats.drafter}"
+    ways = stats.arms.most_common(1)
+    way = "no drafting" if not ways or ways[0][0] == "off" else f"mostly {ways[0][0]}"
     return (
         f"{stats.output_tokens} tokens in {stats.total:.2f} s ({stats.tokens_per_second:.1f} tokens/s), the first "
         f"after {stats.ttft:.2f} s; {stats.rounds} rounds, {stats.tau:.2f} tokens a round; {way}"
@@ -151,6 +154,13 @@ def _biases(texts: list[str]) -> dict[str, float]:
             raise ConfigError(f"--logit-bias names token {token} twice: give it once")
         biases[token] = value
     return biases
+
+
+def _budget(text: str) -> int | str:
+    try:
+        return "auto" if text == "auto" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error
 
 
 def _bias(text: str) -> tuple[str, float]:

@@ -28,21 +28,18 @@ def gains(probabilities: Array) -> Array:
     return expected
 
 
-def best_width(expected: Array, seconds: Array, rate: float | None = None) -> int:
-    """The number of nodes a row that serves throughput best.
+def best_width(expected: Array, seconds: Array) -> int:
+    """The number of nodes a row with the most expected tokens per second of the round.
 
-    A round's worth is its tokens less what its time would have earned at the going rate: rounds chosen so have the
-    highest tokens per second in the long run (Dinkelbach's rule for a ratio of sums). Without a rate, the round's own
-    ratio is used, which is CaDDTree's rule (arXiv 2606.01813): good, but it stops early in lucky rounds and late in
-    others. Both are evaluated at every width, so the curve need not be convex.
+    The rule is that of CaDDTree (arXiv 2606.01813) and BASTION (arXiv 2605.29727), which add nodes until the ratio
+    stops rising. Here it is evaluated at every width, so that neither descending probabilities nor a convex curve is
+    needed for the optimum.
 
     Args:
         expected: float [n + 1], tokens of a round with 0..n nodes; see `gains`.
         seconds: float [n + 1], of the whole round with as many.
-        rate: tokens per second that this traffic has earned lately; None when unknown.
 
     Returns:
         0..n; the smallest of equals.
     """
-    worth = expected / seconds if rate is None else expected - rate * seconds
-    return int(worth.argmax())
+    return int((expected / seconds).argmax())

@@ -132,10 +132,6 @@ class Controller:
         slowness = trust * figures.slowness + (1 - trust) * self._slowness
         return tokens / (self._seconds(arm, figures.nodes) * slowness)
 
-    def rate(self) -> float | None:
-        """The speed of the arm in use; None while it is not known."""
-        return self.speed(self.current) if self._known(self.current) else None
-
     def state(self) -> dict[str, Any]:
         """Everything it goes by, as plain JSON values."""
         return {

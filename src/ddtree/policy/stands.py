@@ -98,13 +98,14 @@ class DrafterStand:
     Args:
         drafter: a drafter.
         text: to draft after.
-        device: that the drafter runs on.
+        target: that the drafter drafts for.
     """
 
-    def __init__(self, drafter: Drafter, text: Text, device: torch.device) -> None:
+    def __init__(self, drafter: Drafter, text: Text, target: Target) -> None:
         self._drafter = drafter
         self._text = text
-        self._device = device
+        self._device = target.device
+        self._limit = target.max_context
         self._held = 0
         self._rows = 0
         self._context = 0
@@ -125,7 +126,8 @@ class DrafterStand:
 
         `members` are the parts of a merged drafter that shall draft; None for all.
         """
-        if self._length > self._context + max(16, self._context // 8):
+        longest = min(self._context + max(16, self._context // 8), self._limit)
+        if self._length + _COMMITTED > longest:
             self.occupy(self._rows, self._context)
         for row in range(self._rows):
             self._drafter.observe(row, *self._text.part(self._length, self._length + _COMMITTED))
