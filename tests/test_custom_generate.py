@@ -399,9 +399,31 @@ def test_inputs_that_trees_do_not_take_are_refused_by_name(model):
         call(input_ids=ids, **{name: cache})
 
 
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+SHORT = 24
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_past_its_context_a_rotary_model_goes_on_as_in_transformers(family):
+    model = tiny.model(family, max_position_embeddings=SHORT)
+    options = {"max_new_tokens": SHORT, "do_sample": False, "pad_token_id": PAD}
+    for prompt in (tiny.prompt(SHORT // 2), tiny.prompt(SHORT + 3)):
+        expected = theirs(model, [prompt], **options)
+        assert expected.shape[1] == len(prompt) + SHORT
+        assert torch.equal(ours(model, [prompt], **options), expected)
+
+
+def test_positions_that_change_with_the_length_end_with_the_context():
+    model = tiny.model(max_position_embeddings=SHORT, **DYNAMIC)
+    options = {"max_new_tokens": SHORT, "do_sample": False, "pad_token_id": PAD}
+    ids = ours(model, [tiny.prompt(SHORT // 2)], **options)
+    assert ids.shape[1] == SHORT
+    assert torch.equal(ids, theirs(model, [tiny.prompt(SHORT // 2)], **options)[:, :SHORT])
+
+
 def test_a_prompt_without_room_and_a_missing_drafter_are_named(model):
-    with pytest.raises(PromptError, match="the context holds 512"):
-        ours(model, [tiny.prompt(512)], max_new_tokens=5)
+    with pytest.raises(PromptError, match=f"the context holds {SHORT}"):
+        ours(tiny.model(max_position_embeddings=SHORT, **DYNAMIC), [tiny.prompt(SHORT)], max_new_tokens=5)
     with pytest.raises(CheckpointError, match="/no/such/drafter does not exist"):
         ours(model, RAGGED, max_new_tokens=5, drafter="/no/such/drafter")
     assert not any(module._forward_hooks for module in model.modules())

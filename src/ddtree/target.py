@@ -20,6 +20,7 @@ from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask
 
 TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 # Families whose trees are checked against plain decoding by the test suite; others are probed when loaded.
 TESTED = {
     "llama",
@@ -299,6 +300,17 @@ def context_limit(config: Any, wanted: int | None) -> int:
     if not 2 <= wanted <= own:
         raise ConfigError(f"max_context={wanted} is outside 2..{own}, the model's own limit")
     return wanted
+
+
+def extends(config: Any) -> bool:
+    """Whether positions beyond the model's limit can be had, and change nothing before them: rotary, of fixed angles.
+
+    Learned positions end with their table; "dynamic" and "longrope" angles depend on how long the text is.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Models with several kinds of layers have parameters for each.
+    kinds = [rope] if "rope_type" in rope else list(rope.values())
+    return bool(kinds) and all(isinstance(k, dict) and k.get("rope_type") in _FIXED_ANGLES for k in kinds)
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -31,7 +31,7 @@ from ddtree.errors import ConfigError, PromptError, UnsupportedModelError
 from ddtree.params import check_whole
 from ddtree.policy.arms import Method
 from ddtree.sampling import SamplingParams
-from ddtree.target import Target, why_no_tree
+from ddtree.target import Target, extends, why_no_tree
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What `generate` prepares for its own loop, and what says how much to return, which the config says too.
@@ -73,6 +73,9 @@ def custom_generate(
     own pace: criteria see one as a batch of its own, processors as a batch in which every row is that one. A custom
     processor must be a pure function of its arguments.
 
+    Past the context that the model was made for, transformers goes on to `max_length`, and so do we where positions
+    are rotary with fixed angles. With others ("dynamic", "longrope", learned), texts end where that context does.
+
     Returns:
         Ids int64 [rows, prompt + new], rows that ended early padded on the right, or the usual output class.
 
@@ -89,6 +92,8 @@ def custom_generate(
     _refuse(generation_config, logits_processor)
     starts = _starts(input_ids, model_kwargs)
     target, own, give_back = _prepare(model, drafter)
+    if extends(target.config):
+        target.max_context = max(target.max_context, generation_config.max_length)
     run = _Run(input_ids, starts, logits_processor, stopping_criteria, generation_config, streamer)
     try:
         engine = Engine(target, own, max_rows=len(starts))
