@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from ddtree.tree.draft_tree import DraftTree
 
 
@@ -20,21 +18,29 @@ def walk(tree: DraftTree, choose: Callable[[list[int], list[int]], list[int]]) -
     Returns:
         For each row the accepted path: node indices, the root first.
     """
-    tokens, parents = tree.tokens.cpu().numpy(), tree.parents.cpu().numpy()
-    unusable = np.arange(tokens.shape[1]) >= np.array(tree.sizes)[:, None]
-    # Neither the root nor padding is anyone's child.
-    unusable[:, 0] = True
-    parents = np.where(unusable, -1, parents)
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    # The target's choice comes to the host in any case, and a path is short: looking up beats comparing all nodes.
+    children = [
+        # Neither the root nor padding is anyone's child. Of equal siblings the first counts.
+        dict(
+            zip(
+                zip(parents[row][size:0:-1], tokens[row][size:0:-1], strict=True),
+                range(size, 0, -1),
+                strict=True,
+            )
+        )
+        for row, size in enumerate(size - 1 for size in tree.sizes)
+    ]
     paths = [[0] for _ in tree.sizes]
     walking = list(range(len(paths)))
     while walking:
         nodes = [paths[row][-1] for row in walking]
         chosen = choose(walking, nodes)
-        child = parents[walking] == np.array(nodes)[:, None]
-        child &= tokens[walking] == np.array(chosen)[:, None]
-        found, places = child.any(axis=1).tolist(), child.argmax(axis=1).tolist()
-        for row, there, place in zip(walking, found, places, strict=True):
-            if there:
-                paths[row].append(place)
-        walking = [row for row, there in zip(walking, found, strict=True) if there]
+        going = []
+        for row, step in zip(walking, zip(nodes, chosen, strict=True), strict=True):
+            child = children[row].get(step)
+            if child is not None:
+                paths[row].append(child)
+                going.append(row)
+        walking = going
     return paths
