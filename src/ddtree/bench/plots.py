@@ -158,6 +158,7 @@ def _latency(raw: Raw, everything: list[Figures]) -> Picture:
         shown = [(width, seconds * 1e3) for width, seconds in fit if width <= 1.3 * widest]
         axes.plot(*zip(*shown, strict=True), "k-", label="fit")
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(f"nodes of a round, root included (context of {raw.latency['context']:.0f} tokens)")
         axes.set_ylabel("milliseconds of verification")
         axes.legend(fontsize=7)

@@ -62,7 +62,7 @@ class Log:
         self.done: set[Group] = set()
         header = {"kind": "header", "format": FORMAT, **header}
         try:
-            fresh = not path.exists() or (path.is_file() and path.stat().st_size == 0)
+            fresh = not path.is_file() or path.stat().st_size == 0
             if not fresh:
                 self._resume(header)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,12 +121,13 @@ def group(record: dict[str, Any]) -> Group:
 
 
 def complete(raw: Raw) -> set[Group]:
-    """The prompts, temperatures and turns of which every cell is there."""
+    """The prompts, temperatures and turns of which every cell is there, or that were passed over."""
     found: dict[Group, list[dict[str, Any]]] = {}
     for record in raw.runs:
         found.setdefault(group(record), []).append(record)
     cells = len(raw.columns)
-    return {key for key, records in found.items() if len(records) == cells * records[0]["messages"]}
+    measured = {key for key, records in found.items() if len(records) == cells * records[0]["messages"]}
+    return measured | {group(record) for record in raw.skipped}
 
 
 def read(path: Path) -> Raw:

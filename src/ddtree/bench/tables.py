@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,8 @@ def tables(raw: Raw) -> list[Table]:
     shown = [figures for figures in everything if figures.tasks]
     for figures in shown:
         found += _of_temperature(figures, raw.settings["baselines"])
-    return [*found, _checks(shown, raw.settings["baselines"])] if shown else found
+    checks = _checks(shown, raw.settings["baselines"])
+    return [*found, checks] if checks.rows else found
 
 
 def _of_temperature(figures: Figures, baselines: list[str]) -> Iterator[Table]:
@@ -174,7 +176,7 @@ def _checks(everything: list[Figures], baselines: list[str]) -> Table:
             for cell in figures.columns:
                 chain = _chain_of(cell, figures)
                 tree, path = figures.tau(cell, task), figures.tau(chain, task) if chain else None
-                if cell.startswith("tree:") and cell not in _adaptive(figures) and tree and path:
+                if re.fullmatch(r"tree:\d+(@.*)?", cell) and not _is_uncoupled(cell) and tree and path:
                     note(f"tau({cell}) >= tau({chain})", tree / path, where)
             for cell in _adaptive(figures):
                 fixed = _rivals(cell, figures, baselines)

@@ -13,7 +13,7 @@ from ddtree.cli import options
 from ddtree.errors import ConfigError
 
 _FULL = {"budgets": [8, 16, 32, 64, 128, "auto"], "max_tokens": 128, "per_task": None}
-_QUICK = {"budgets": [16, "auto"], "max_tokens": 48, "per_task": 1}
+_QUICK = {"budgets": [16, 64, "auto"], "max_tokens": 48, "per_task": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,175 @@
+"""`ddtree bench` as a command: what it prints, writes, refuses."""
+
+import json
+
+import pytest
+
+import talker
+from ddtree.cli import main
+
+CELLS = ("--cells", "chain", "tree:8", "auto")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return str(talker.save(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    kinds = (("echo", "abcabcabcabc"), ("chat", "hello there"))
+    path.write_text(
+        "".join(json.dumps({"id": f"{k}-1", "task": k, "turns": [text]}) + "\n" for k, text in kinds)
+    )
+    return str(path)
+
+
+@pytest.fixture
+def bench(target, prompts, tmp_path, capsys, monkeypatch):
+    """Run the command on a tiny pair; gives exit code, standard output and standard error."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def call(*more):
+        arguments = [
+            "--target",
+            target,
+            "--drafter",
+            "lookup",
+            "--device",
+            "cpu",
+            "-n",
+            "12",
+            "--prompts",
+            prompts,
+        ]
+        try:
+            code = main(["bench", *arguments, *more])
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_it_measures_prints_and_goes_on(bench, tmp_path, capsys):
+    raw = tmp_path / "raw.jsonl"
+    arguments = ("--out", str(raw), *CELLS, "--baseline", "hf", "--turns", "2")
+    code, out, err = bench(*arguments, "--markdown", str(tmp_path / "results.md"))
+    assert code == 0, err
+    for words in ("Speedup of decoding over off, T=0", "Tokens a round (tau), T=1", "geometric mean, over hf", "Checks",
+                  "auto against fixed choices", f"raw figures: {raw}"):  # fmt: skip
+        assert words in out
+    assert "Each task and cell" not in out and "measuring: " in err and " left" in err
+    assert "**Each task and cell, T=0**" in (tmp_path / "results.md").read_text()
+    records = [json.loads(line) for line in raw.read_text().splitlines()]
+    runs = [record for record in records if record["kind"] == "run"]
+    assert len(runs) == 2 * 2 * 2 * 5
+    # Transformers' own sampling draws other noise.
+    assert {run["verdict"]["kind"] for run in runs if run["cell"] != "hf" or not run["temperature"]} == {
+        "equal"
+    }
+    settings = records[0]["settings"]
+    assert settings["cells"] == ["off", "chain", "tree:8", "auto"] and settings["baselines"] == ["hf"]
+    assert settings["dtype"] == "float32" and records[0]["machine"]["threads"] >= 1
+    before = raw.read_bytes()
+    code, again, err = bench(*arguments)
+    assert code == 0 and raw.read_bytes() == before and f"going on with {raw}" in err
+    assert again == out
+    code, out, err = bench(*arguments, "--seed", "1")
+    assert (code, out) == (2, "") and "holds a run with other seed" in err
+    assert main(["bench", "report", str(raw)]) == 0
+    assert capsys.readouterr().out == again.partition("\n\nraw figures:")[0] + "\n"
+
+
+def test_a_text_that_differs_is_exit_code_1(bench, tmp_path, capsys):
+    raw = tmp_path / "raw.jsonl"
+    assert bench("--out", str(raw), "--cells", "chain", "--baseline", "hf", "--temperatures", "0")[0] == 0
+    lines = raw.read_text().splitlines()
+
+    def changed(cell):
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            if record.get("cell") == cell:
+                record["verdict"] = {"kind": "different", "at": 3, "gap": 1.0, "noise": 0.0}
+        raw.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return main(["bench", "report", str(raw)])
+
+    assert changed("hf") == 0
+    assert changed("chain") == 1
+    assert "Different from off: chain, echo-1, T=0, at token 3" in capsys.readouterr().out
+
+
+def test_half_precision_is_checked_for_near_ties(bench, tmp_path):
+    code, out, err = bench("--out", str(tmp_path / "raw.jsonl"), "--cells", "tree:8", "--dtype", "bfloat16")
+    assert code == 0, out + err
+    assert ", bfloat16;" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cells", "beam"), "unknown cell 'beam': write off, chain"),
+        (("--cells", "tree:8@dflash"), "there is no drafter 'dflash'; choose from lookup"),
+        (("--baseline", "assisted"), "needs a draft model"),
+        (("--baseline", "vllm"), "unknown baseline 'vllm'"),
+        (("--prompts", "nowhere"), "neither a file nor one of the sets"),
+        (("--budgets", "x"), "'x' is neither a number nor auto"),
+        (("--budgets", "0"), "a tree's budget"),
+        (("--temperatures", "-1"), "--temperatures -1 is not a number from 0 up"),
+        (("--temperatures", "nan"), "--temperatures nan"),
+        (("--turns", "0"), "--turns 0 must be at least 1"),
+        (("-n", "0"), "--max-tokens 0 must be at least 1"),
+        (("--messages", "0"), "--messages 0 must be at least 1"),
+        (("--per-task", "0"), "--per-task 0 selects no prompt"),
+        (("--limit", "-1"), "--limit -1 selects no prompt"),
+        (("-n", "600"), "no prompt leaves room for 600 tokens"),
+        (("--threads", "0"), "--threads 0"),
+        (("--out", "/"), "cannot be read or written"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(bench, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = bench(*arguments)
+    assert (code, out) == (2, "")
+    said = [line for line in err.splitlines() if "error: " in line]
+    assert len(said) == 1 and message in said[0]
+
+
+def test_a_report_of_another_file_is_refused(tmp_path, capsys):
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"id": 1}\n')
+    assert main(["bench", "report", str(path)]) == 2
+    assert "line 1 is not of a file of figures" in capsys.readouterr().err
+
+
+def test_without_a_drafter_plain_decoding_is_measured(target, prompts, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        "bench",
+        "--target",
+        target,
+        "--drafter",
+        "none",
+        "--device",
+        "cpu",
+        "--prompts",
+        prompts,
+        "-n",
+        "4",
+    ]
+    code = main([*arguments, "--temperatures", "0", "--baseline", "hf"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert "Speedup of decoding over off, T=0" in out and "chain" not in out
+    assert len(list(tmp_path.glob("bench-*.jsonl"))) == 1
+    assert main([*arguments, "--cells", "auto"]) == 2
+    assert "cell 'auto' needs a drafter, and there is none" in capsys.readouterr().err
+
+
+def test_options_before_report_hold(tmp_path, bench, capsys):
+    raw = tmp_path / "raw.jsonl"
+    bench("--out", str(raw), "--cells", "chain", "--temperatures", "0")
+    assert main(["bench", "--markdown", str(tmp_path / "a.md"), "report", str(raw)]) == 0
+    assert main(["bench", "report", str(raw), "--markdown", str(tmp_path / "b.md")]) == 0
+    assert (tmp_path / "a.md").read_text() == (tmp_path / "b.md").read_text()
