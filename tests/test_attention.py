@@ -1,10 +1,15 @@
 """Attention: in half precision on the CPU a query's result does not depend on what stands beside it."""
 
+import threading
+
+import pytest
 import torch
 from torch import nn
 
+import tiny
 from ddtree import attention
 from ddtree.attention import Visibility
+from ddtree.errors import UnsupportedModelError
 
 HEADS, GROUPS, SIZE = 2, 3, 64
 
@@ -61,3 +66,42 @@ def test_steady_attention_is_attention():
     exact = nn.functional.scaled_dot_product_attention(query.float(), *repeated, attn_mask=visible[:, None])
     ours = attend(query, keys, values, visible).transpose(1, 2).float()
     torch.testing.assert_close(ours, exact, atol=1e-2, rtol=1e-2)
+
+
+def in_another_thread(call):
+    """The exception that a call raises in a thread of its own, or None."""
+    found = []
+
+    def run():
+        try:
+            call()
+            found.append(None)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    return found[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_other_code_that_runs_the_model_meanwhile_is_told_what_to_do(family):
+    model = tiny.model(family)
+    ids = torch.tensor([tiny.prompt(6)])
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    for inputs in ({}, {"attention_mask": torch.ones_like(ids)}):
+        with attention.using(configs):
+            error = in_another_thread(lambda given=inputs: model(ids, **given))
+        assert isinstance(error, UnsupportedModelError)
+        assert "is running this model object in another thread: load the model twice" in str(error)
+        assert in_another_thread(lambda given=inputs: model(ids, **given)) is None
+
+
+def test_a_model_that_hands_no_visibility_on_is_named_in_its_own_thread():
+    states = torch.zeros(1, 2, 3, 4)
+    with (
+        attention.using([]),
+        pytest.raises(UnsupportedModelError, match="Module does not forward keyword arguments"),
+    ):
+        attention.attention(nn.Module(), states, states, states, None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from ddtree.errors import UnsupportedModelError
 
@@ -97,6 +97,7 @@ def attention(
     """
     visibility: Visibility | None = kwargs.get(KWARG)
     if visibility is None:
+        _check_thread()
         raise UnsupportedModelError(
             f"{type(module).__name__} does not forward keyword arguments to its attention function, so no draft "
             'tree can be verified; use drafter="none" for plain decoding'
@@ -196,21 +197,42 @@ def _scored(
     return weights.to(value.dtype) @ value
 
 
+def _no_mask(*_: Any, **__: Any) -> None:
+    """transformers' mask for a forward: none is needed in ours, and others must not run with none."""
+    _check_thread()
+
+
 AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _no_mask)
 
 
 # Two forwards that overlap in threads, of one model, would restore each other's setting.
 _switching = threading.RLock()
+_runner: int | None = None
+"""The thread within `using`."""
+
+
+def _check_thread() -> None:
+    """Raise UnsupportedModelError in other code that runs a model while its attention is ours."""
+    if _runner != threading.get_ident():
+        raise UnsupportedModelError(
+            "ddtree is running this model object in another thread: load the model twice, and run one beside ddtree"
+        )
 
 
 @contextmanager
 def using(configs: list[Any]) -> Iterator[None]:
     """Run models of these configs with our attention inside the block, and with their own again afterwards.
 
-    Blocks of several threads run one after the other. Other code must not run the same model meanwhile.
+    Blocks of several threads run one after the other. Other code must not run the same model meanwhile: it is told so.
     """
+    global _runner
     with _switching, _switched(configs):
-        yield
+        before, _runner = _runner, threading.get_ident()
+        try:
+            yield
+        finally:
+            _runner = before
 
 
 @contextmanager
