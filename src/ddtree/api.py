@@ -20,6 +20,7 @@ from ddtree.demo import demo_drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine import Engine, Sequence
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
+from ddtree.params import check_whole
 from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, store
 from ddtree.pretrained import check_causal_lm, load_causal_lm
 from ddtree.prompts import Message, Prompt
@@ -64,9 +65,9 @@ def load(
             With "auto" or "none" such a target is decoded autoregressively.
         ConfigError: an argument is out of range.
     """
-    _check_whole("max_rows", max_rows)
+    check_whole("max_rows", max_rows)
     if max_context is not None:
-        _check_whole("max_context", max_context)
+        check_whole("max_context", max_context)
     if isinstance(target, torch.nn.Module):
         if device is not None or dtype is not None:
             raise ConfigError(
@@ -252,8 +253,8 @@ class Model:
         self, ids: list[int], params: SamplingParams, method: AutoMethod, budget: AutoBudget, depth: int
     ) -> Sequence:
         if budget != "auto":
-            _check_whole("budget", budget)
-        _check_whole("depth", depth)
+            check_whole("budget", budget)
+        check_whole("depth", depth)
         text = None
         if self.tokenizer is not None:
             text = Detokenizer(
@@ -388,8 +389,3 @@ def _automatic(target: Any) -> DrafterSpec:
 def _raise_error(sequence: Sequence) -> None:
     if sequence.error is not None:
         raise sequence.error
-
-
-def _check_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be a whole number, not {value!r}")
