@@ -11,8 +11,8 @@ from ddtree.errors import ConfigError
 from ddtree.tree import MAX_DEPTH
 
 _BINS_PER_NAT = 4
-_BINS = 33  # down to a probability of e^-8; what is less likely shares the last bin
-_PRIOR = 8.0
+_BINS = 49  # down to a probability of e^-12; what is less likely shares the last bin
+_PRIOR = 1.0  # accepted nodes that each bin is taken to have seen, all as predicted
 _MEMORY = 4096.0
 _EVERY = 16
 _STEPS_PER_NAT = 32
@@ -23,8 +23,8 @@ class Acceptance:
     """Maps the probability that a drafter gives a node to how often such nodes are accepted, for each depth.
 
     A bin of a depth holds how many nodes fell into it and how many were accepted; old ones fade. The estimate leans on
-    the drafter's own probability until a bin has seen enough, and is made monotone (pool adjacent violators), so
-    that the likelier node stays the likelier one.
+    the drafter's own probability until a bin should have seen some accepted, and is made monotone (pool adjacent
+    violators), so that the likelier node stays the likelier one.
 
     Attributes:
         seen: nodes of all bins, faded ones included in part.
@@ -91,9 +91,9 @@ class Acceptance:
         for column in (self._seen, self._predicted, self._accepted):
             column *= fade
         centers = np.exp(-(np.arange(_BINS) + 0.5) / _BINS_PER_NAT)
-        weights = self._seen + _PRIOR
-        observed = (self._accepted + _PRIOR * centers) / weights
-        predicted = (self._predicted + _PRIOR * centers) / weights
+        weights = self._seen + _PRIOR / centers
+        observed = (self._accepted + _PRIOR) / weights
+        predicted = (self._predicted + _PRIOR) / weights
         for depth in range(1, MAX_DEPTH + 1):
             # Bins run from likely to unlikely, and interpolation wants its knots ascending.
             steady = _descending(observed[depth], weights[depth])

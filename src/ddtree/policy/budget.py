@@ -28,18 +28,22 @@ def gains(probabilities: Array) -> Array:
     return expected
 
 
-def best_width(expected: Array, seconds: Array) -> int:
-    """The number of nodes a row with the most expected tokens per second of the round.
+def best_width(expected: Array, seconds: Array, rate: float | None = None) -> int:
+    """The number of nodes a row that serves throughput best.
 
-    The rule is that of CaDDTree (arXiv 2606.01813) and BASTION (arXiv 2605.29727), which add nodes until the ratio
-    stops rising. Here it is evaluated at every width, so that neither descending probabilities nor a convex curve is
-    needed for the optimum.
+    A round's worth is its tokens less what its time would have earned at the going rate: rounds chosen so have the
+    most tokens per second in the long run (Dinkelbach's rule for a ratio of sums). Without a rate, the round's own
+    ratio is maximized, which is the rule of CaDDTree (arXiv 2606.01813) and BASTION (arXiv 2605.29727): it stops
+    somewhat early in lucky rounds and late in others. Both are evaluated at every width, so that neither descending
+    probabilities nor a convex curve is needed for the optimum.
 
     Args:
         expected: float [n + 1], tokens of a round with 0..n nodes; see `gains`.
         seconds: float [n + 1], of the whole round with as many.
+        rate: tokens per second that such rounds have made lately; None when unknown.
 
     Returns:
         0..n; the smallest of equals.
     """
-    return int((expected / seconds).argmax())
+    worth = expected / seconds if rate is None else expected - rate * seconds
+    return int(worth.argmax())

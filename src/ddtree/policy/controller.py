@@ -18,6 +18,9 @@ _LOUDEST = 0.2
 _DWELL = 16
 _MARGIN = 1.03
 _SWITCHES = 64
+_HARDLY = 8
+_DOUBT = 4.0
+_UNHEARD = 1024
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Figures:
         share: its tokens a round over those of the full arm in the same rounds, seen so often.
         nodes: drafted nodes a row and round.
         slowness: measured over predicted seconds of its rounds, timed so often.
+        last: the round that used it last.
     """
 
     rounds: int = 0
@@ -37,6 +41,7 @@ class Figures:
     slowness: float = 1.0
     seen: float = 0.0
     timed: float = 0.0
+    last: int = 0
     _own: float = 0.0
     _full: float = 0.0
 
@@ -70,8 +75,8 @@ class Controller:
     it, since the answer is then known. So arms are compared on the same rounds, as shares of the full arm's tokens, and
     one rolling level says how many those are now. "off" makes one token a round.
 
-    The arm in use is left for another only when that is faster by 3 %, after 16 rounds at least. While another arm
-    than the full one is in use, at most 3 % of the rounds go to the full one, to keep level and shares true.
+    The arm in use is left for another only when that is faster by 3 %, after 16 rounds at least. At most 3 % of the
+    rounds go to another arm: to the full one, to keep level and shares true, or to "off" while its time is not known.
 
     Args:
         arms: the full one first.
@@ -95,9 +100,11 @@ class Controller:
         self.rounds += 1
         if self.rounds - self._since > _DWELL:
             self._reconsider()
-        if self.current != self._full and self.explored + 1 <= EXPLORATION * self.rounds:
-            self.explored += 1
-            return self._full
+        if self.explored + 1 <= EXPLORATION * self.rounds:
+            other = self._due()
+            if other != self.current:
+                self.explored += 1
+                return other
         return self.current
 
     def learn(
@@ -109,6 +116,7 @@ class Controller:
             foretold: tokens and nodes that other arms would have had in the same round, where that is known.
         """
         self.figures[arm].rounds += 1
+        self.figures[arm].last = self.rounds
         if arm == self._full:
             for other, (made, used) in {**foretold, arm: (tokens, nodes)}.items():
                 self.figures[other].compare(made, tokens, used)
@@ -128,9 +136,13 @@ class Controller:
         """Tokens a row and second that an arm is expected to make now."""
         figures = self.figures[arm]
         tokens = 1.0 if arm == OFF else max(1.0, self.level * figures.share)
-        trust = figures.timed / (figures.timed + _TIME_MEMORY)
+        trust = figures.timed / (figures.timed + _DOUBT)
         slowness = trust * figures.slowness + (1 - trust) * self._slowness
         return tokens / (self._seconds(arm, figures.nodes) * slowness)
+
+    def rate(self) -> float | None:
+        """Tokens a row and second of the arm in use; None while it is not known."""
+        return self.speed(self.current) if self._known(self.current) else None
 
     def state(self) -> dict[str, Any]:
         """Everything it goes by, as plain JSON values."""
@@ -149,6 +161,13 @@ class Controller:
             },
             "switches": [asdict(switch) for switch in self.switches],
         }
+
+    def _due(self) -> Arm:
+        """The arm to try: the full one, but "off" while its time is hardly known or long unheard of."""
+        off = self.figures.get(OFF)
+        if off is not None and (off.timed < _HARDLY or self.rounds - off.last > _UNHEARD):
+            return OFF
+        return self._full
 
     def _known(self, arm: Arm) -> bool:
         return arm == OFF or self.figures[arm].seen >= 1

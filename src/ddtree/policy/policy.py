@@ -115,7 +115,7 @@ class Policy:
         seconds = self.latency.curve(widest, len(tree.sizes), now.context)
         seconds = seconds + self.latency.draft(names, widest, len(tree.sizes), now.context)
         seconds = seconds + self.latency.overhead()
-        width = least + best_width(expected[least:], seconds[least:])
+        width = least + best_width(expected[least:], seconds[least:], now.rate())
         budgets = [
             min(width, size - 1) if row in open_rows else size - 1 for row, size in enumerate(tree.sizes)
         ]
@@ -294,6 +294,12 @@ class _Round:
     sizes: Sequence[int] = (1,)
     logprobs: NDArray[np.float32] | None = None
     depths: NDArray[np.int64] | None = None
+
+    def rate(self) -> float | None:
+        """Tokens per second of all rows at the going rates; None while one of them is unknown."""
+        rates = [group.controller.rate() for group in self.groups.values()]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) / len(known) * len(self.requests) if len(known) == len(rates) else None
 
 
 def matched(

@@ -1,0 +1,94 @@
+import json
+
+import numpy as np
+import pytest
+
+from ddtree.policy.arms import OFF, Arm, arms_for
+from ddtree.policy.controller import EXPLORATION, Controller
+
+FULL, DFLASH, LOOKUP = Arm("tree", ("dflash", "lookup")), Arm("tree", ("dflash",)), Arm("tree", ("lookup",))
+SECONDS = {FULL: 0.034, DFLASH: 0.033, LOOKUP: 0.028, OFF: 0.023}
+
+
+def controller(arms=(FULL, DFLASH, LOOKUP, OFF)):
+    return Controller(arms, lambda arm, nodes: SECONDS[arm])
+
+
+def play(control, rounds, tokens, slowness=None, seed=0):
+    """Rounds in which arms make `tokens` on average; returns the arms played."""
+    random = np.random.default_rng(seed)
+    played = []
+    for _ in range(rounds):
+        arm = control.choose()
+        luck = random.random()
+        made = {other: 1 + float(random.poisson((mean - 1) * (0.5 + luck))) for other, mean in tokens.items()}
+        foretold = (
+            {other: (made[other], 8.0) for other in (DFLASH, LOOKUP) if other != arm} if arm == FULL else {}
+        )
+        control.learn(arm, made.get(arm, 1.0), 8.0 * (arm != OFF), foretold)
+        control.time(arm, (slowness or {}).get(arm, 1.0))
+        played.append(arm)
+    return played
+
+
+def test_arms_of_a_request():
+    assert arms_for("auto", ["dflash", "lookup"])[0] == FULL and OFF in arms_for("auto", ["dflash", "lookup"])
+    assert [str(arm) for arm in arms_for("auto", ["a"])] == ["tree@a", "chain@a", "off"]
+    assert [str(arm) for arm in arms_for("chain", ["a", "b"])] == ["chain@a+b", "off"]
+    assert arms_for("auto", []) == arms_for("off", ["a"]) == [OFF]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "best"),
+    [
+        ({FULL: 3.6, DFLASH: 2.2, LOOKUP: 3.3}, LOOKUP),
+        ({FULL: 5.6, DFLASH: 4.7, LOOKUP: 1.6}, FULL),
+        ({FULL: 1.1, DFLASH: 1.05, LOOKUP: 1.05}, OFF),
+    ],
+)
+def test_the_fastest_arm_is_used(tokens, best):
+    played = play(controller(), 400, tokens)
+    assert np.mean([arm == best for arm in played[100:]]) > 0.9
+
+
+def test_a_useless_drafter_is_left_within_50_rounds():
+    for seed in range(20):
+        played = play(controller((DFLASH, OFF)), 400, {DFLASH: 1.03}, seed=seed)
+        assert OFF in played[:50]
+        spent = sum(SECONDS[arm] for arm in played)
+        assert 400 * SECONDS[OFF] / spent >= 0.95
+
+
+def test_no_more_than_the_bound_is_explored():
+    control = controller()
+    play(control, 1000, {FULL: 1.1, DFLASH: 1.05, LOOKUP: 1.05})
+    assert 0 < control.explored <= EXPLORATION * 1000
+
+
+def test_an_arm_that_comes_to_pay_is_found_again():
+    control = controller()
+    play(control, 200, {FULL: 1.05, DFLASH: 1.0, LOOKUP: 1.05})
+    assert control.current == OFF
+    play(control, 1000, {FULL: 5.0, DFLASH: 1.5, LOOKUP: 4.9})
+    assert control.current == LOOKUP
+
+
+def test_arms_that_are_alike_are_not_switched_back_and_forth():
+    control = controller()
+    play(control, 2000, {FULL: 3.4, DFLASH: 3.3, LOOKUP: 2.8})
+    assert len(control.switches) <= 8
+
+
+def test_measured_time_counts_more_than_predicted():
+    played = play(controller((DFLASH, OFF)), 1000, {DFLASH: 1.8}, slowness={DFLASH: 1.6, OFF: 1.0})
+    assert played[-1] == OFF
+
+
+def test_state_and_switches_can_be_read():
+    control = controller()
+    play(control, 300, {FULL: 1.1, DFLASH: 1.05, LOOKUP: 1.05})
+    state = json.loads(json.dumps(control.state()))
+    assert state["arm"] == "off" and state["rounds"] == 300
+    switch = state["switches"][0]
+    assert switch["before"] == str(FULL) and "tokens a second a row" in switch["reason"]
+    assert state["arms"][str(LOOKUP)]["tokens_per_round"] < 1.3
