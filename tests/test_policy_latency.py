@@ -136,6 +136,7 @@ def test_drafters_add_up_unless_they_were_measured_merged():
     assert model.draft([], 9) == 0
     whole = fitted(grid(known), {"dflash": flat(0.006), "lookup": flat(0.002), "dflash+lookup": flat(0.009)})
     assert whole.draft(["dflash", "lookup"], 9) == pytest.approx(0.009)
+    assert whole.draft(["lookup", "dflash"], 9) == pytest.approx(0.009)
     with pytest.raises(ConfigError, match="'draft' was not measured: run ddtree calibrate"):
         whole.draft(["dflash", "draft"], 9)
 

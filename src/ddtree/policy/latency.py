@@ -100,8 +100,8 @@ class LatencyModel:
         Raises:
             ConfigError: a drafter was not measured.
         """
-        joined = "+".join(names)
-        parts = [joined] if joined in self._fit.draft else list(names)
+        whole = frozenset(names)
+        parts = next(([own] for own in self._fit.draft if frozenset(own.split("+")) == whole), list(names))
         total = 0.0
         for name in parts:
             if name not in self._fit.draft:

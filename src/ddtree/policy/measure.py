@@ -94,7 +94,7 @@ def quick(
     groups = [_Group(1, short, _QUICK_WIDTHS), _Group(1, long, (1, 9, 33))]
     if rows > 1:
         groups.append(_Group(min(rows, 4), short, (1, 9)))
-    return _measure(target, drafter, _Plan(groups, 3, 2.5, _QUICK_DRAFT_WIDTHS, seconds))
+    return _measure(target, drafter, _Plan(groups, 3, 2.2, _QUICK_DRAFT_WIDTHS, seconds))
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _measure(target: Target | AutoregressiveTarget, drafter: Drafter | None, pla
         verify = _verifications(stand, plan)
     draft: dict[str, list[Sample]] = {}
     if drafter is not None:
-        with closing(DrafterStand(drafter, stand.text, target.device)) as drafting:
+        with closing(DrafterStand(drafter, stand.text, target)) as drafting:
             draft = _drafts(drafting, drafter, plan)
     machine = {**describe(target, drafter), "turns": plan.turns, CUT_SHORT: plan.cut_short}
     return LatencyModel.fit(verify, draft, machine=machine)
@@ -203,7 +203,7 @@ def _verifications(stand: TargetStand, plan: _Plan) -> list[Sample]:
         for group in plan.groups[::order]:
             stand.occupy(group.rows, group.context)
             for width in kept[group][::order]:
-                if plan.over(0.75):
+                if plan.over(0.7):
                     break
                 timed.append(Sample(width, group.rows, group.context, stand.verify(width)))
             plan.step()
@@ -236,7 +236,7 @@ def _drafts(stand: DrafterStand, drafter: Drafter, plan: _Plan) -> dict[str, lis
     found: dict[str, list[Sample]] = {name: [] for name, _ in parts}
     for turn in range(plan.rounds):
         for group in plan.groups[:: -1 if turn % 2 else 1]:
-            if not (all(found.values()) and plan.gives_up(1.0)):
+            if not (_enough(found) and plan.gives_up(1.0)):
                 _draft_group(stand, group, parts, plan, found)
             plan.step()
     return found
@@ -252,11 +252,16 @@ def _draft_group(
     stand.occupy(group.rows, group.context)
     for again in range(_PASSES):
         for width in plan.drafts[:: -1 if again % 2 else 1]:
-            if all(found.values()) and plan.gives_up(1.0):
+            if _enough(found) and plan.gives_up(1.0):
                 return
             for name, members in parts:
                 seconds = stand.draft(width, members)
                 found[name].append(Sample(width, group.rows, group.context, seconds))
+
+
+def _enough(found: dict[str, list[Sample]]) -> bool:
+    """Whether a spell of slowness can be outvoted."""
+    return all(len(samples) >= 3 for samples in found.values())
 
 
 def _ascending(name: str, values: Sequence[int], low: int, high: int) -> tuple[int, ...]:
