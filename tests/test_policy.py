@@ -1,0 +1,203 @@
+"""What `auto` does to an engine: other nodes, other arms, never other tokens."""
+
+import json
+from itertools import cycle
+
+import pytest
+import torch
+
+import reference
+import tiny
+from ddtree.drafters.lookup import Lookup
+from ddtree.drafters.merged import Merged
+from ddtree.engine import Engine
+from ddtree.errors import ConfigError
+from ddtree.policy import OFF, Arm, Choice, Policy, Request
+from ddtree.policy.latency import LatencyModel, Sample
+from ddtree.policy.policy import matched
+from ddtree.sampling import SamplingParams
+from ddtree.target import Target
+from ddtree.tree import DraftTree
+from scripted import Scripted
+
+LENGTH = 60
+GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=5, max_tokens=LENGTH)
+
+
+def latency(per_node=0.0001, root=0.02, draft=0.002, names=("scripted", "lookup")):
+    points = [
+        Sample(w, r, c, root + per_node * w * r)
+        for w in (1, 2, 9, 33, 65)
+        for r in (1, 4)
+        for c in (0.0, 512.0)
+    ]
+    drafts = {name: [Sample(w, 1, 0.0, draft) for w in (2, 33)] for name in names}
+    return LatencyModel.fit(points, drafts, machine={})
+
+
+class Turning(Policy):
+    """Takes another arm each round."""
+
+    def __init__(self):
+        super().__init__(latency())
+        self.arms = cycle(
+            [Arm("tree", ("scripted", "lookup")), Arm("chain", ("lookup",)), OFF, Arm("tree", ("scripted",))]
+        )
+
+    def plan(self, requests, contexts):
+        choices = super().plan(requests, contexts)
+        arm = next(self.arms)
+        choices = [Choice(arm, choice.budget or 8) for choice in choices]
+        self._round.choices = choices
+        return choices
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model("llama")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [tiny.prompt(n, seed=n) for n in (13, 4, 29)]
+
+
+@pytest.fixture(scope="module")
+def greedy(model, prompts):
+    return [prompt + reference.decode(model, prompt, GREEDY, LENGTH) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def sampled(model, prompts):
+    return [prompt + reference.decode(model, prompt, SAMPLED, LENGTH) for prompt in prompts]
+
+
+def engine_with(model, policy, *drafters, max_rows=8):
+    engine = Engine(Target(model), Merged(drafters) if len(drafters) > 1 else drafters[0], max_rows=max_rows)
+    engine.policy = policy
+    return engine
+
+
+def run(engine):
+    while not engine.idle:
+        engine.step()
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "policy", [lambda: Policy(latency()), Turning], ids=["policy", "another arm each round"]
+)
+@pytest.mark.parametrize("method", ["auto", "tree", "chain"])
+def test_switches_in_mid_answer_change_no_token(model, prompts, greedy, sampled, sampling, policy, method):
+    texts, params = (sampled, SAMPLED) if sampling else (greedy, GREEDY)
+    engine = engine_with(model, policy(), Scripted(texts, reach=4), Lookup(vocab_size=48))
+    sequences = [engine.add(prompt, params, method=method, budget="auto") for prompt in prompts]
+    run(engine)
+    assert [sequence.tokens for sequence in sequences] == texts
+    for sequence in sequences:
+        assert sum(sequence.stats.arms.values()) == sequence.stats.rounds
+
+
+def test_a_good_drafter_is_kept_and_a_useless_one_left(model, prompts, greedy):
+    good = engine_with(model, Policy(latency()), Scripted(greedy, reach=4))
+    sequence = good.add(prompts[0], GREEDY, method="auto", budget="auto")
+    run(good)
+    assert sequence.stats.arms.get("off", 0) == 0 and sequence.stats.tau > 3
+    useless = engine_with(model, Policy(latency(draft=0.02)), Scripted([], reach=4))
+    sequences = [useless.add(prompts[0], GREEDY, method="auto", budget="auto") for _ in range(3)]
+    run(useless)
+    assert sum(sequence.stats.arms["off"] for sequence in sequences) > 40
+
+
+@pytest.mark.parametrize(
+    ("per_node", "least", "most"), [(1e-6, 6.0, 8.0), (0.004, 1.0, 5.0), (1.0, 0.0, 0.2)]
+)
+def test_dearer_nodes_are_fewer(model, prompts, greedy, per_node, least, most):
+    engine = engine_with(model, Policy(latency(per_node)), Scripted(greedy, reach=4))
+    sequence = engine.add(prompts[0], GREEDY, method="tree", budget="auto")
+    run(engine)
+    assert least <= sequence.stats.nodes / sequence.stats.rounds <= most
+
+
+def test_rows_that_leave_nothing_open_keep_their_budget(model, prompts, greedy):
+    def nodes(beside):
+        engine = engine_with(model, Policy(latency()), Scripted(greedy, reach=4))
+        fixed = engine.add(prompts[0], GREEDY, method="tree", budget=6)
+        for options in beside:
+            engine.add(prompts[1], GREEDY, **options)
+        run(engine)
+        return fixed.stats.nodes, fixed.stats.arms, fixed.tokens
+
+    auto = {"method": "auto", "budget": "auto"}
+    assert nodes([auto, auto]) == nodes([{"method": "tree", "budget": 6}])
+
+
+def test_only_named_members_draft(model, prompts, greedy):
+    scripted, lookup = Scripted(greedy, reach=4), Lookup(vocab_size=48)
+    engine = engine_with(model, None, scripted, lookup)
+    sequence = engine.add(prompts[0], GREEDY, members=("lookup",))
+    both = engine.add(prompts[0], GREEDY)
+    run(engine)
+    assert sequence.tokens == both.tokens == greedy[0]
+    assert sequence.stats.drafter == "lookup" and set(sequence.stats.arms) == {"tree@lookup"}
+    assert both.stats.tau > sequence.stats.tau
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "auto"}, "method or budget is auto and the engine has no policy"),
+        ({"budget": "auto"}, "method or budget is auto and the engine has no policy"),
+        ({"budget": "all"}, "budget='all' is neither a number nor auto"),
+        ({"members": ("dflash",)}, "unknown drafter 'dflash' in members: this engine's are lookup"),
+    ],
+)
+def test_what_cannot_be_decided_is_named(model, prompts, options, message):
+    engine = engine_with(model, None, Lookup(vocab_size=48))
+    with pytest.raises(ConfigError, match=message):
+        engine.add(prompts[0], GREEDY, **options)
+
+
+def test_auto_without_a_drafter_is_plain_decoding(model, prompts, greedy):
+    engine = Engine(Target(model))
+    sequence = engine.add(prompts[0], GREEDY, method="auto", budget="auto")
+    run(engine)
+    assert sequence.tokens == greedy[0] and set(sequence.stats.arms) == {"off"}
+
+
+def test_its_state_is_plain_json(model, prompts, greedy):
+    engine = engine_with(model, Policy(latency()), Scripted(greedy, reach=4), Lookup(vocab_size=48))
+    for prompt in prompts:
+        engine.add(prompt, GREEDY, method="auto", budget="auto")
+    run(engine)
+    groups = json.loads(json.dumps(engine.policy.state()))["groups"]
+    assert {group["rows"] for group in groups} <= {1, 2, 4} and all(not group["sampled"] for group in groups)
+    assert sum(group["rounds"] for group in groups) > 0
+
+
+def test_what_a_tree_would_have_accepted():
+    tokens, parents = [9, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]
+    assert matched(tokens, parents, 6, [1, 3, 5, 7], nodes=5, chain=False) == (3, 5)
+    assert matched(tokens, parents, 6, [1, 3, 5, 7], nodes=3, chain=False) == (2, 3)
+    assert matched(tokens, parents, 6, [2, 4], nodes=5, chain=False) == (2, 5)
+    assert matched(tokens, parents, 6, [2, 4], nodes=5, chain=True) == (0, 3)
+    assert matched(tokens, parents, 6, [1, 3, 8], nodes=1, chain=True) == (2, 3)
+    assert matched(tokens, parents, 1, [1], nodes=5, chain=False) == (0, 0)
+
+
+def test_the_batch_shares_one_budget_and_takes_what_pays():
+    request = Request("tree", "auto", ("lookup",), sampled=False)
+    policy = Policy(latency(per_node=0.002))
+    policy.plan([request, request], [10, 10])
+    sure = torch.log(torch.tensor([[1.0, 0.95, 0.9, 0.85], [1.0, 0.02, 0.01, 0.005]]))
+    tree = DraftTree(
+        torch.arange(8).reshape(2, 4),
+        torch.tensor([[0, 0, 1, 2]] * 2),
+        torch.tensor([[0, 1, 2, 3]] * 2),
+        sure,
+        [4, 4],
+    )
+    assert policy.cut(tree).sizes == [4, 4]
+    policy.plan([request, request], [10, 10])
+    assert policy.cut(DraftTree(tree.tokens, tree.parents, tree.depths, sure[[1, 1]], [4, 4])).sizes == [1, 1]
