@@ -86,9 +86,10 @@ def run(engine):
 
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    "policy", [lambda: Policy(latency()), Turning], ids=["policy", "another arm each round"]
+    ("policy", "method"),
+    [(Turning, "auto"), *((lambda: Policy(latency()), method) for method in ("auto", "tree", "chain"))],
+    ids=["another arm each round", "auto", "tree", "chain"],
 )
-@pytest.mark.parametrize("method", ["auto", "tree", "chain"])
 def test_switches_in_mid_answer_change_no_token(model, prompts, greedy, sampled, sampling, policy, method):
     texts, params = (sampled, SAMPLED) if sampling else (greedy, GREEDY)
     engine = engine_with(model, policy(), Scripted(texts, reach=4), Lookup(vocab_size=48))
