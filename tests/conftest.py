@@ -1,11 +1,19 @@
+import os
+
 import pytest
 
+from ddtree.demo import cache_folder
 from ddtree.policy import store
 
 
 @pytest.fixture(scope="session", autouse=True)
-def measurements_of_tests_stay_out_of_the_users_cache(tmp_path_factory):
+def measurements_stay_out_of_the_users_cache(tmp_path_factory):
+    """Unless a test names a cache folder of its own."""
+    before, folder = os.environ.get("XDG_CACHE_HOME"), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setattr(store, "cache_folder", lambda: folder)
+        patch.setattr(
+            store,
+            "cache_folder",
+            lambda: folder if os.environ.get("XDG_CACHE_HOME") == before else cache_folder(),
+        )
         yield

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -58,28 +60,20 @@ def test_what_is_old_fades():
 
 def test_json_keeps_what_was_learnt():
     acceptance = taught(lambda p: p**2)
-    again = Acceptance.from_dict(acceptance.as_dict())
+    again = Acceptance.from_list(json.loads(json.dumps(acceptance.as_list())))
     wanted = np.geomspace(1, 1e-3, 50)
     acceptance.learn(np.zeros(0, np.float32), np.zeros(0, np.int64), np.zeros(0, bool))
     assert at(again, wanted) == pytest.approx(at(acceptance, wanted), abs=2e-3)
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda d: d.pop("seen"),
-        lambda d: d.update(seen=[1, 2]),
-        lambda d: d.update(seen="much"),
-        lambda d: d["accepted"][1].__setitem__(0, 1e9),
-        lambda d: d["predicted"][1].__setitem__(0, -1),
-        lambda d: d["predicted"][1].__setitem__(0, float("nan")),
-    ],
-)
-def test_damaged_counts_are_named(damage):
-    values = taught(lambda p: p, rounds=20).as_dict()
-    damage(values)
+    "rows",
+    [5, [5], [["a", 1, 1, 1, 1]], [[1, 1, 1, 1]], [[0, 1, 1, 1, 1]], [[1, 99, 1, 1, 1]], [[1, 1, 1, 1, 5]],
+     [[1, 1, 1, -1, 1]], [[1, 1, float("nan"), 1, 0]], [[1.5, 1, 1, 1, 1]]],
+)  # fmt: skip
+def test_damaged_counts_are_named(rows):
     with pytest.raises(ConfigError, match="the acceptance counts are damaged"):
-        Acceptance.from_dict(values)
+        Acceptance.from_list(rows)
 
 
 def test_pooling_gives_the_nearest_descending_sequence():

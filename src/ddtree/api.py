@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -17,11 +18,11 @@ from ddtree import prompts
 from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.demo import NAME as DEMO
 from ddtree.demo import demo_drafter
-from ddtree.drafters.loading import DrafterSpec, load_drafter
+from ddtree.drafters.loading import DrafterSpec, folder_of, load_drafter
 from ddtree.engine import Engine, Sequence
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.params import check_whole
-from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, store
+from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
 from ddtree.pretrained import check_causal_lm, load_causal_lm
 from ddtree.prompts import Message, Prompt
 from ddtree.results import Piece, Result
@@ -88,7 +89,8 @@ def load(
         raise
     if automatic:
         drafter = _automatic(target)
-    return Model(Engine(verifier, load_drafter(drafter, verifier), max_rows=max_rows))
+    engine = Engine(verifier, load_drafter(drafter, verifier), max_rows=max_rows)
+    return Model(engine, drafter_folder=folder_of(drafter))
 
 
 class Model:
@@ -102,8 +104,9 @@ class Model:
         tokenizer: the target's, or None.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, drafter_folder: Path | None = None) -> None:
         self.engine = engine
+        self._drafter_folder = drafter_folder
         self.target = engine.target
         self.tokenizer = engine.target.tokenizer
         self._lock = threading.RLock()
@@ -203,8 +206,12 @@ class Model:
         return Stream(self, self._add(ids, chosen, method, budget, depth))
 
     def close(self) -> None:
-        """Cancel what runs and take our hooks off the target's model; it can no longer be used through this."""
+        """Cancel what runs and take our hooks off the target's model; it can no longer be used through this.
+
+        What "auto" has learnt of the drafter's acceptance is kept in the user's cache for the next time.
+        """
         with self._lock:
+            self._remember()
             self._closed = True
             self._abandon(None)
             self.engine.close()
@@ -285,8 +292,16 @@ class Model:
                 latency = store.obtain(
                     wanted, lambda: measure.quick(engine.target, engine.drafter, rows=engine.max_rows)
                 )
-            engine.policy = None if latency is None else Policy(latency)
+            if latency is not None:
+                engine.policy = Policy(latency, memory.recall(wanted, self._drafter_folder))
         return engine.policy is not None
+
+    def _remember(self) -> None:
+        if self.engine.policy is not None and not self._closed:
+            file = memory.cached(store.key(self.engine.target, self.engine.drafter))
+            # What cannot be written is learnt again.
+            with suppress(ConfigError):
+                memory.save(file, self.engine.policy.acceptance)
 
     def _step(self) -> None:
         with self._lock:

@@ -1,15 +1,18 @@
-"""`ddtree calibrate`: measures what rounds cost on this machine, and keeps it for `auto`."""
+"""`ddtree calibrate`: measures what rounds cost here, and how often drafts are accepted, and keeps it for `auto`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddtree.cli.options import add_model_options, load_model
+from ddtree.errors import ConfigError
 
 if TYPE_CHECKING:
     from ddtree.policy.latency import LatencyModel
+
+_LEARNT_TOKENS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +27,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        "times the root's)")  # fmt: skip
     group.add_argument("--turns", type=int, default=7, metavar="N",
                        help="measurements of each point, of which the median counts (default: 7)")  # fmt: skip
+    group.add_argument("--learn", action="store_true",
+                       help="also answer prompts, to learn how often nodes are accepted")  # fmt: skip
+    group.add_argument("--prompts", default="small", metavar="SET",
+                       help="those prompts: small or a file of {id, task, turns} a line (default: small)")  # fmt: skip
+    group.add_argument(
+        "--per-task", type=int, default=2, metavar="N", help="so many of each task (default: 2)"
+    )
+    group.add_argument("--into", metavar="FOLDER",
+                       help="keep what was learnt in this drafter's folder too, for its other users")  # fmt: skip
     parser.add_argument("--out", metavar="FILE", help="write the measurements to this file too, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ddtree.policy import measure, store
+    from ddtree.policy import Policy, measure, store
 
+    if args.into and not (args.learn and Path(args.into).is_dir()):
+        raise ConfigError(f"--into {args.into}: name a drafter's folder, and add --learn")
     model = load_model(args)
     target, drafter = model.target, model.engine.drafter
     line = _Line()
@@ -51,7 +65,42 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         store.write(Path(args.out), {"key": key, "model": measured.as_dict()})
         print(f"written to {args.out}")
+    if args.learn:
+        _learn(model, Policy(measured), args)
     return 0
+
+
+def _learn(model: Any, policy: Any, args: argparse.Namespace) -> None:
+    """Answer prompts with each arm, greedily and at temperature 1, and keep the acceptance seen."""
+    from ddtree.bench import prompts
+    from ddtree.policy import memory, store
+    from ddtree.policy.arms import OFF, arms_for
+    from ddtree.sampling import SamplingParams
+    from ddtree.train.progress import ProgressLine
+
+    engine = model.engine
+    engine.policy = policy
+    arms = [arm for arm in arms_for("auto", engine.members) if arm != OFF]
+    chosen = prompts.read([args.prompts], args.per_task)
+    line = ProgressLine("learning", 2 * len(arms) * len(chosen), "answers")
+    done = 0
+    for prompt in chosen:
+        ids = model.encode(prompt.turns[0], chat=getattr(model.tokenizer, "chat_template", None) is not None)
+        for temperature in (0.0, 1.0):
+            for arm in arms:
+                line.update(done)
+                params = SamplingParams(temperature=temperature, seed=0, max_tokens=_LEARNT_TOKENS)
+                engine.add(ids, params, method=arm.method, budget="auto", members=arm.members)
+                while not engine.idle:
+                    engine.step()
+                done += 1
+    line.update(done)
+    line.close()
+    wanted = store.key(model.target, engine.drafter)
+    files = [memory.cached(wanted), *([Path(args.into) / memory.FILE] if args.into else [])]
+    for file in files:
+        memory.save(file, policy.acceptance)
+        print(f"acceptance kept in {file}")
 
 
 def report(model: LatencyModel) -> str:

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddtree.cli import options
 from ddtree.errors import PromptError
+
+if TYPE_CHECKING:
+    from ddtree.api import Model
 
 _HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer"
 
@@ -27,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options.forgiving_output()
-    model = options.load_model(args)
+    with options.load_model(args) as model:
+        return _talk(model, args)
+
+
+def _talk(model: Model, args: argparse.Namespace) -> int:
     chosen = options.generation_options(args)
     templated = options.is_chat(args, model)
     interactive = sys.stdin.isatty()

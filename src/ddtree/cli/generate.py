@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddtree.cli import options
 from ddtree.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from ddtree.api import Model, Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +34,15 @@ def run(args: argparse.Namespace) -> int:
     if not text:
         raise PromptError("the prompt is empty: give at least one character")
     options.forgiving_output()
-    model = options.load_model(args)
+    with options.load_model(args) as model:
+        result = _answer(model, text, args)
+    if args.stats:
+        print(options.stats_line(result.stats), file=sys.stderr)
+    return 0
+
+
+def _answer(model: Model, text: str, args: argparse.Namespace) -> Result:
+    """Answer the prompt on standard output."""
     chosen = options.generation_options(args)
     if args.logprobs is not None:
         chosen["logprobs"] = args.logprobs
@@ -41,15 +53,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         result = model.generate(prompt, **chosen)
         print(options.json_line(result.as_dict()))
-    else:
-        with model.stream(prompt, **chosen) as stream:
-            for piece in stream:
-                print(piece, end="", flush=True)
-        print()
-        result = stream.result
-    if args.stats:
-        print(options.stats_line(result.stats), file=sys.stderr)
-    return 0
+        return result
+    with model.stream(prompt, **chosen) as stream:
+        for piece in stream:
+            print(piece, end="", flush=True)
+    print()
+    return stream.result
 
 
 def read_prompt(args: argparse.Namespace) -> str:

@@ -69,6 +69,16 @@ def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
     return _from_folder(name, target)
 
 
+def folder_of(spec: DrafterSpec) -> Path | None:
+    """The folder that a drafter's name stands for; None for one that has none. Raises CheckpointError."""
+    if not isinstance(spec, str | PathLike):
+        return None
+    name = fspath(spec)
+    if name in ("none", "lookup") or name.startswith(DRAFT_MODEL):
+        return None
+    return locate(resolve_drafter(name))
+
+
 def _draft_model(name: str, target: Target) -> Drafter:
     if not name:
         raise ConfigError("drafter='draft:' names no model: write draft:FOLDER or draft:HUB_ID")

@@ -59,36 +59,39 @@ class Acceptance:
         if self._stale >= _EVERY:
             self._refresh()
 
-    def as_dict(self) -> dict[str, Any]:
-        """The counts as plain JSON values, for `from_dict`."""
-        return {
-            name: np.round(getattr(self, f"_{name}"), 3).tolist()
-            for name in ("seen", "predicted", "accepted")
-        }
+    def as_list(self) -> list[list[float]]:
+        """The counts as plain JSON values, for `from_list`: depth, bin, nodes seen, predicted and accepted ones."""
+        return [
+            [int(depth), int(at), *(round(float(column[depth, at]), 3) for column in self._columns)]
+            for depth, at in np.argwhere(self._seen > 0)
+        ]
 
     @staticmethod
-    def from_dict(values: dict[str, Any]) -> Acceptance:
-        """What `as_dict` gave. Raises ConfigError when it is something else."""
+    def from_list(rows: Any) -> Acceptance:
+        """What `as_list` gave. Raises ConfigError when it is something else."""
         acceptance = Acceptance()
         try:
-            columns = [np.array(values[name], dtype=np.float64) for name in ("seen", "predicted", "accepted")]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"the acceptance counts are damaged ({error}): leave them out") from error
-        seen, predicted, accepted = columns
-        shape = acceptance._seen.shape
-        if any(column.shape != shape or not np.isfinite(column).all() for column in columns) or (
-            min(column.min() for column in columns) < 0 or (accepted > seen + 0.01).any()
-        ):
-            raise ConfigError("the acceptance counts are damaged: leave them out")
-        acceptance._seen, acceptance._predicted, acceptance._accepted = seen, predicted, accepted
+            for depth, at, seen, predicted, accepted in rows:
+                if not (1 <= depth <= MAX_DEPTH and 0 <= at < _BINS and 0 <= accepted <= seen + 0.01):
+                    raise ValueError(f"a bin holds {[depth, at, seen, predicted, accepted]}")
+                for column, value in zip(acceptance._columns, (seen, predicted, accepted), strict=True):
+                    if not 0 <= value < float("inf"):
+                        raise ValueError(f"a count is {value}")
+                    column[depth, at] = value
+        except (TypeError, ValueError, IndexError) as error:
+            raise ConfigError(f"the acceptance counts are damaged ({error}): delete them") from error
         acceptance._refresh()
         return acceptance
+
+    @property
+    def _columns(self) -> tuple[NDArray[np.float64], ...]:
+        return self._seen, self._predicted, self._accepted
 
     def _refresh(self) -> None:
         self._stale = 0
         most = self._seen.max(axis=1, keepdims=True)
         fade = np.minimum(1.0, _MEMORY / np.maximum(most, 1.0))
-        for column in (self._seen, self._predicted, self._accepted):
+        for column in self._columns:
             column *= fade
         centers = np.exp(-(np.arange(_BINS) + 0.5) / _BINS_PER_NAT)
         weights = self._seen + _PRIOR / centers
