@@ -102,11 +102,12 @@ class Model:
         engine: decodes; for finer control than the methods here.
         target: the model whose text it is.
         tokenizer: the target's, or None.
+        drafter_folder: where the drafter was read from, or None.
     """
 
     def __init__(self, engine: Engine, drafter_folder: Path | None = None) -> None:
         self.engine = engine
-        self._drafter_folder = drafter_folder
+        self.drafter_folder = drafter_folder
         self.target = engine.target
         self.tokenizer = engine.target.tokenizer
         self._lock = threading.RLock()
@@ -293,7 +294,7 @@ class Model:
                     wanted, lambda: measure.quick(engine.target, engine.drafter, rows=engine.max_rows)
                 )
             if latency is not None:
-                engine.policy = Policy(latency, memory.recall(wanted, self._drafter_folder))
+                engine.policy = Policy(latency, memory.recall(wanted, self.drafter_folder))
         return engine.policy is not None
 
     def _remember(self) -> None:

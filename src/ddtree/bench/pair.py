@@ -11,9 +11,8 @@ from ddtree.bench.baselines import Baseline
 from ddtree.bench.cells import parse_all
 from ddtree.bench.lanes import Lane, chosen, parts
 from ddtree.errors import PromptError
-from ddtree.policy import Policy
-from ddtree.policy.measure import quick
-from ddtree.policy.store import key, obtain
+from ddtree.policy import Policy, measure, memory, store
+from ddtree.policy.acceptance import Acceptance
 
 
 class Pair:
@@ -28,6 +27,7 @@ class Pair:
         self.drafter: Any = model.engine.drafter
         self.tokenizer = model.tokenizer
         self._model = model
+        self._drafter_folder = model.drafter_folder
         model.engine.close()
 
     @property
@@ -56,6 +56,14 @@ class Pair:
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def acceptance(self) -> dict[str, Acceptance]:
+        """What earlier runs, or the drafter's makers, have learnt of the pair: where each policy begins."""
+        if self.drafter is None:
+            return {}
+        return memory.recall(store.key(self.target, self.drafter), self._drafter_folder)
+
     def _policy(self, drafter: Any) -> Policy:
-        """One that knows this machine, and has learnt nothing yet."""
-        return Policy(obtain(key(self.target, drafter), lambda: quick(self.target, drafter)))
+        """One of its own, as a user's first request has it."""
+        wanted = store.key(self.target, drafter)
+        latency = store.obtain(wanted, lambda: measure.quick(self.target, drafter))
+        return Policy(latency, self.acceptance())

@@ -98,6 +98,7 @@ def _measure(args: argparse.Namespace) -> int:
         "command": shlex.join(["ddtree", *sys.argv[1:]]),
         "machine": machine.describe(pair.target.device),
         "versions": machine.versions(),
+        "acceptance_seen": {name: known.seen for name, known in pair.acceptance().items()},
         "settings": {
             "target": args.target,
             "drafter": "+".join(pair.members) or "none",
