@@ -103,8 +103,8 @@ class Sampler:
         scores = logits if self._processors is None else self._processors(logits, prefix, committed)
         scores = scores.float()
         if params.greedy:
-            token = int(scores.argmax())
-            self._check(float(scores[token]), logits, prefix)
+            token, best = _highest(scores)
+            self._check(best, logits, prefix)
             return token
         if params.temperature != 1.0:
             scores = scores / params.temperature
@@ -113,10 +113,9 @@ class Sampler:
             self._check(float(scores.amax()), logits, prefix)
             kept = support(scores, params.top_k, params.top_p, params.min_p)
             if kept is not None:
-                return int(kept[(scores[kept] + self.noise.gumbel(len(prefix), kept)).argmax()])
-        noisy = scores + self.noise.gumbel(len(prefix))
-        token = int(noisy.argmax())
-        self._check(float(noisy[token]), logits, prefix)
+                return int(kept[_highest(scores[kept] + self.noise.gumbel(len(prefix), kept))[0]])
+        token, best = _highest(scores + self.noise.gumbel(len(prefix)))
+        self._check(best, logits, prefix)
         return token
 
     @torch.inference_mode()
@@ -140,3 +139,14 @@ class Sampler:
         raise UnsupportedModelError(
             f"the target's logits at position {len(prefix)} are NaN or infinite; use bfloat16 or float32"
         )
+
+
+def _highest(scores: Tensor) -> tuple[int, float]:
+    """Index and value of the highest of float32 scores [n]: the first of equals, a NaN before all."""
+    if scores.device.type == "cpu":
+        # Several times as fast as torch's.
+        values = scores.numpy()
+        token = int(values.argmax())
+        return token, float(values[token])
+    token = int(scores.argmax())
+    return token, float(scores[token])

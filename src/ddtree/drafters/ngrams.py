@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,7 @@ def extend_hash(word: int, token: int) -> int:
     return (word + token + 1) * _MULTIPLIER & _WORD
 
 
-@dataclass(frozen=True)
-class Successors:
+class Successors(NamedTuple):
     """What followed a context: how often in all, and the most frequent tokens with their counts."""
 
     total: int

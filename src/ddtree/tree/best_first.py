@@ -56,11 +56,16 @@ def _on_cpu(
     bonus: list[int], tokens: Tensor, logprobs: Tensor, budgets: list[int], depths: list[int]
 ) -> DraftTree:
     values = logprobs.detach().float().numpy()[:, : max(depths), : max(budgets)]
-    nodes = None
     if sum(budgets) + _ROW * len(budgets) > _SMALL:
         nodes = best_prefixes(values, budgets, depths)
-    if nodes is None:
-        nodes = _by_heap(values, budgets, depths)
+        if nodes is not None:
+            return _assembled(bonus, tokens, nodes)
+    if len(bonus) == 1:
+        return _one_by_heap(bonus[0], tokens, values, budgets[0], depths[0])
+    return _assembled(bonus, tokens, _by_heap(values, budgets, depths))
+
+
+def _assembled(bonus: list[int], tokens: Tensor, nodes: Prefixes) -> DraftTree:
     row, place, level, rank, cost, parent = nodes
     rows = len(bonus)
     sizes = np.bincount(row, minlength=rows) + 1
@@ -81,6 +86,21 @@ def _on_cpu(
         torch.from_numpy(columns[2].reshape(shape)),
         torch.from_numpy(scores.reshape(shape)),
         sizes.tolist(),
+    )
+
+
+def _one_by_heap(
+    bonus: int, tokens: Tensor, values: NDArray[np.float32], budget: int, depth: int
+) -> DraftTree:
+    """The tree of one row. It is small, and lists are quicker than arrays there."""
+    levels, ranks, costs, parents = pop_order(array_costs_of(values[0, :depth, :budget]).tolist(), budget)
+    names = tokens[0, :depth, :budget].tolist()
+    return DraftTree(
+        torch.tensor([[bonus, *(names[level][rank] for level, rank in zip(levels, ranks, strict=True))]]),
+        torch.tensor([[0, *parents]]),
+        torch.tensor([[0, *(level + 1 for level in levels)]]),
+        torch.tensor([[0.0, *(cost * -UNIT for cost in costs)]]),
+        [len(levels) + 1],
     )
 
 
