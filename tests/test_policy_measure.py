@@ -78,8 +78,20 @@ def test_every_point_is_measured_as_often_as_asked(tiny_model, monkeypatch):
     points = [(s.width, s.rows, s.context) for s in verify]
     assert set(points) == {(w, r, c) for w in (1, 2, 5, 12) for r in (1, 3) for c in (8, 40)}
     assert all(points.count(point) == 2 for point in set(points))
-    assert {(s.rows, s.context) for s in draft["watched"]} == {(r, c) for r in (1, 3) for c in (8, 40)}
+    drafts = [(s.width, s.rows, s.context) for s in draft["watched"]]
+    assert sorted(drafts) == sorted(point for point in points if point[0] > 1)
     assert all(s.seconds > 0 for s in [*verify, *draft["watched"]])
+
+
+def test_drafts_and_verifications_alternate(tiny_model, monkeypatch):
+    order = []
+    for stand, name in ((stands.TargetStand, "verify"), (stands.DrafterStand, "draft")):
+        plain = getattr(stand, name)
+        monkeypatch.setattr(
+            stand, name, lambda *args, name=name, plain=plain: order.append(name) or plain(*args)
+        )
+    measure.calibrate(Target(tiny_model), Watched(), **{**GRID, "widths": (2, 5, 12)})
+    assert order == ["draft", "verify"] * (len(order) // 2)
 
 
 def test_points_take_turns(tiny_model, monkeypatch):
@@ -142,7 +154,7 @@ def test_a_drafter_gets_the_target_s_features_and_grows_as_in_rounds(tiny_model)
     for _, length, _ in drafter.asked:
         # The text grows by a round's tokens, and starts anew before it has left its context.
         assert any(context <= length <= context + 20 for context in (8, 40))
-    assert {budget + 1 for _, _, budget in drafter.asked} == set(measure._DRAFT_WIDTHS)
+    assert {budget + 1 for _, _, budget in drafter.asked} == {2, 5, 12}
 
 
 @pytest.mark.parametrize("fails_after", [0, 1, 7])
@@ -187,6 +199,15 @@ def test_each_part_of_a_merged_drafter_is_measured_and_the_whole(tiny_model):
     whole = model.draft(["dflash", "lookup"], 17, 1, 40)
     assert whole > model.draft(["lookup"], 17, 1, 40)
     assert whole > 0.5 * model.draft(["dflash"], 17, 1, 40)
+
+
+def test_every_part_drafts_at_every_point(tiny_model):
+    target = Target(tiny_model)
+    drafter = Merged([DFlash(tiny.network(tiny_model), target), Lookup(vocab_size=target.vocab_size)])
+    model = measure.calibrate(target, drafter, **{**GRID, "turns": 3})
+    for samples in model.draft_points.values():
+        points = {(s.width, s.rows, s.context) for s in samples}
+        assert points == {(w, r, c) for w in (2, 5, 12) for r in (1, 3) for c in (8, 40)}
 
 
 def test_the_machine_is_named(tiny_model):

@@ -1,12 +1,14 @@
 """Measures what rounds cost, on the path that rounds take.
 
-All points are visited in turns, so that a spell of slowness touches one measurement of many points and not all of
-one; the median of each point counts.
+As in rounds, a draft comes before each verification: either finds the processor's caches filled by the other. All
+points are visited in turns, so that a spell of slowness touches one measurement of many points and not all of one;
+the median of each point counts.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -25,15 +27,13 @@ WIDTHS = (1, 2, 3, 5, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513, 76
 CONTEXTS = (32, 256, 768, 2048)
 TURNS = 7
 
+_Part = tuple[str, tuple[str, ...] | None]
 Progress = Callable[[int, int], None]
 """Called with how much is done, of how much."""
 
-_DRAFT_WIDTHS = (2, 5, 9, 17, 33, 65, 129, 257)
 _QUICK_WIDTHS = (1, 2, 9, 17, 33, 65, 129, 257, 513, 1025)
 _QUICK_CONTEXTS = (48, 512)
-_QUICK_DRAFT_WIDTHS = (9, 33)
 _LEAST_WIDTHS = 4  # without the slope from one width to another there is nothing to decide by
-_PASSES = 3  # drafts of each width while a drafter holds the same rows
 
 
 def calibrate(
@@ -71,7 +71,7 @@ def calibrate(
         _Group(count, context, chosen) for count in _ascending("rows", rows, 1, 1024) for context in every
     ]
     dearest = 4.0 if widths is None else float("inf")
-    return _measure(target, drafter, _Plan(groups, turns, dearest, _DRAFT_WIDTHS, progress=progress))
+    return _measure(target, drafter, _Plan(groups, turns, dearest, progress=progress))
 
 
 def quick(
@@ -94,7 +94,7 @@ def quick(
     groups = [_Group(1, short, _QUICK_WIDTHS), _Group(1, long, (1, 9, 33))]
     if rows > 1:
         groups.append(_Group(min(rows, 4), short, (1, 9)))
-    return _measure(target, drafter, _Plan(groups, 3, 2.2, _QUICK_DRAFT_WIDTHS, seconds))
+    return _measure(target, drafter, _Plan(groups, 3, 2.2, seconds))
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,33 @@ class _Group:
 
 
 @dataclass
+class _Samples:
+    """What was measured.
+
+    Attributes:
+        verify: verifications.
+        draft: drafts, by the name of what drafted.
+    """
+
+    verify: list[Sample] = field(default_factory=list)
+    draft: defaultdict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+
+    def complete(self, first: _Samples) -> bool:
+        """Take over from the first measurements what was not measured again; returns whether there was any."""
+        again = {_point(sample) for sample in self.verify}
+        once = [sample for sample in first.verify if _point(sample) not in again]
+        self.verify += once
+        for name, samples in first.draft.items():
+            if name not in self.draft:
+                self.draft[name] = samples
+        return bool(once)
+
+
+def _point(sample: Sample) -> tuple[int, int, float]:
+    return sample.width, sample.rows, sample.context
+
+
+@dataclass
 class _Plan:
     """What to measure.
 
@@ -114,7 +141,6 @@ class _Plan:
         groups: the points, their widths in ascending order.
         turns: measurements of each, besides the first, which warms up.
         dearest: a tree that costs so many times the root is the widest that is measured of a group.
-        drafts: widths to draft at.
         seconds: how long it may take; infinite for as long as it takes.
         progress: called now and then.
         cut_short: something was left out for want of time.
@@ -123,7 +149,6 @@ class _Plan:
     groups: list[_Group]
     turns: int
     dearest: float
-    drafts: tuple[int, ...]
     seconds: float = float("inf")
     progress: Progress | None = None
     cut_short: bool = False
@@ -149,12 +174,7 @@ class _Plan:
     def step(self) -> None:
         self._done += 1
         if self.progress is not None:
-            self.progress(self._done, len(self.groups) * (self.turns + 1 + self.rounds))
-
-    @property
-    def rounds(self) -> int:
-        """Turns of drafting: each has several passes."""
-        return -(-self.turns // _PASSES)
+            self.progress(self._done, len(self.groups) * (self.turns + 1))
 
 
 def _measure(target: Target | AutoregressiveTarget, drafter: Drafter | None, plan: _Plan) -> LatencyModel:
@@ -163,15 +183,19 @@ def _measure(target: Target | AutoregressiveTarget, drafter: Drafter | None, pla
             f"draft trees cannot be verified on {type(target.model).__name__}: there is nothing to calibrate"
         )
     with _features(target, drafter.feature_layers if drafter else ()):
-        stand = TargetStand(target, max(group.context for group in plan.groups), lambda: plan.gives_up(0.4))
-        plan.cut(len(stand.text.tokens))
-        verify = _verifications(stand, plan)
-    draft: dict[str, list[Sample]] = {}
-    if drafter is not None:
-        with closing(DrafterStand(drafter, stand.text, target)) as drafting:
-            draft = _drafts(drafting, drafter, plan)
+        verifying = TargetStand(
+            target, max(group.context for group in plan.groups), lambda: plan.gives_up(0.4)
+        )
+        plan.cut(len(verifying.text.tokens))
+        if drafter is None:
+            found = _Rounds(verifying, None, ()).measure(plan)
+        else:
+            parts: list[_Part] = [(drafter.name, None)]
+            parts += [(part.name, (part.name,)) for part in getattr(drafter, "drafters", ())]
+            with closing(DrafterStand(drafter, verifying.text, target)) as drafting:
+                found = _Rounds(verifying, drafting, parts).measure(plan)
     machine = {**describe(target, drafter), "turns": plan.turns, CUT_SHORT: plan.cut_short}
-    return LatencyModel.fit(verify, draft, machine=machine)
+    return LatencyModel.fit(found.verify, found.draft, machine=machine)
 
 
 @contextmanager
@@ -184,84 +208,75 @@ def _features(target: Target, layers: tuple[int, ...]) -> Iterator[None]:
         target.use_features(before)
 
 
-def _verifications(stand: TargetStand, plan: _Plan) -> list[Sample]:
-    """Samples of all points, or of as many as there was time for."""
-    first: list[Sample] = []
-    timed: list[Sample] = []
-    kept: dict[_Group, list[int]] = {}
-    for group in plan.groups:
-        kept[group] = []
-        if first and plan.gives_up(0.6):
-            continue
-        stand.occupy(group.rows, group.context)
-        for width, seconds in _warm(stand, group.widths, plan):
-            kept[group].append(width)
-            first.append(Sample(width, group.rows, group.context, seconds))
-        plan.step()
-    for turn in range(plan.turns):
-        order = 1 if turn % 2 else -1
-        for group in plan.groups[::order]:
-            stand.occupy(group.rows, group.context)
-            for width in kept[group][::order]:
-                if plan.over(0.7):
-                    break
-                timed.append(Sample(width, group.rows, group.context, stand.verify(width)))
+class _Rounds:
+    """Drafts and verifications, one after the other.
+
+    Args:
+        verifying: times verification.
+        drafting: times drafting; None without a drafter.
+        parts: what drafts in turn: names for the samples, and the members that each stands for.
+    """
+
+    def __init__(self, verifying: TargetStand, drafting: DrafterStand | None, parts: Sequence[_Part]) -> None:
+        self._verifying = verifying
+        self._drafting = drafting
+        self._parts = parts
+        self._drafts: Counter[tuple[_Group, int]] = Counter()
+
+    def measure(self, plan: _Plan) -> _Samples:
+        """Samples of all points, or of as many as there was time for."""
+        first, timed = _Samples(), _Samples()
+        kept = {}
+        for group in plan.groups:
+            skipped = bool(first.verify) and plan.gives_up(0.6)
+            kept[group] = [] if skipped else self._warm(group, plan, first)
             plan.step()
-    again = {(sample.width, sample.rows, sample.context) for sample in timed}
-    once = [sample for sample in first if (sample.width, sample.rows, sample.context) not in again]
-    plan.cut_short |= bool(once)
-    return timed + once
+        for turn in range(plan.turns):
+            order = 1 if turn % 2 else -1
+            for group in plan.groups[::order]:
+                if kept[group] and not plan.over(1.0):
+                    self._occupy(group)
+                for width in kept[group][::order]:
+                    if plan.over(1.0):
+                        break
+                    self._round(group, width, timed)
+                plan.step()
+        plan.cut_short |= timed.complete(first)
+        return timed
 
+    def _warm(self, group: _Group, plan: _Plan, found: _Samples) -> list[int]:
+        """Measure narrow trees first, until one is too dear or time runs out; returns the widths measured."""
+        self._occupy(group)
+        root = 0.0
+        for place, width in enumerate(group.widths):
+            if place >= _LEAST_WIDTHS and plan.gives_up(0.6):
+                return list(group.widths[:place])
+            seconds = self._round(group, width, found)
+            # The first pass of a shape may have had something to set up.
+            if place == 0 or seconds > plan.dearest * root:
+                seconds = min(seconds, self._round(group, width, found))
+            root = root or seconds
+            if seconds > plan.dearest * root:
+                return list(group.widths[: place + 1])
+        return list(group.widths)
 
-def _warm(stand: TargetStand, widths: Sequence[int], plan: _Plan) -> Iterator[tuple[int, float]]:
-    """Widths with a first measurement, narrow ones first, until a tree is too dear or time runs out."""
-    root = 0.0
-    for place, width in enumerate(widths):
-        if place >= _LEAST_WIDTHS and plan.gives_up(0.6):
-            return
-        seconds = stand.verify(width)
-        # The first pass of a shape may have had something to set up.
-        if place == 0 or seconds > plan.dearest * root:
-            seconds = min(seconds, stand.verify(width))
-        root = root or seconds
-        yield width, seconds
-        if seconds > plan.dearest * root:
-            return
+    def _occupy(self, group: _Group) -> None:
+        self._verifying.occupy(group.rows, group.context)
+        if self._drafting is not None:
+            self._drafting.occupy(group.rows, group.context)
 
-
-def _drafts(stand: DrafterStand, drafter: Drafter, plan: _Plan) -> dict[str, list[Sample]]:
-    """Samples of the drafter by its name, and of each part of a merged one by the part's."""
-    parts: list[tuple[str, tuple[str, ...] | None]] = [(drafter.name, None)]
-    parts += [(part.name, (part.name,)) for part in getattr(drafter, "drafters", ())]
-    found: dict[str, list[Sample]] = {name: [] for name, _ in parts}
-    for turn in range(plan.rounds):
-        for group in plan.groups[:: -1 if turn % 2 else 1]:
-            if not (_enough(found) and plan.gives_up(1.0)):
-                _draft_group(stand, group, parts, plan, found)
-            plan.step()
-    return found
-
-
-def _draft_group(
-    stand: DrafterStand,
-    group: _Group,
-    parts: list[tuple[str, tuple[str, ...] | None]],
-    plan: _Plan,
-    found: dict[str, list[Sample]],
-) -> None:
-    stand.occupy(group.rows, group.context)
-    for again in range(_PASSES):
-        for width in plan.drafts[:: -1 if again % 2 else 1]:
-            if _enough(found) and plan.gives_up(1.0):
-                return
-            for name, members in parts:
-                seconds = stand.draft(width, members)
-                found[name].append(Sample(width, group.rows, group.context, seconds))
-
-
-def _enough(found: dict[str, list[Sample]]) -> bool:
-    """Whether a spell of slowness can be outvoted."""
-    return all(len(samples) >= 3 for samples in found.values())
+    def _round(self, group: _Group, width: int, found: _Samples) -> float:
+        """Draft and verify; returns the seconds of verification."""
+        if self._drafting is not None and width > 1:
+            # Every part gets to every point, and neighbouring points are drafted by different ones.
+            turn = self._drafts[group, width] + group.widths.index(width)
+            self._drafts[group, width] += 1
+            name, members = self._parts[turn % len(self._parts)]
+            seconds = self._drafting.draft(width, members)
+            found.draft[name].append(Sample(width, group.rows, group.context, seconds))
+        seconds = self._verifying.verify(width)
+        found.verify.append(Sample(width, group.rows, group.context, seconds))
+        return seconds
 
 
 def _ascending(name: str, values: Sequence[int], low: int, high: int) -> tuple[int, ...]:

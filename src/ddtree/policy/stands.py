@@ -126,13 +126,14 @@ class DrafterStand:
 
         `members` are the parts of a merged drafter that shall draft; None for all.
         """
-        longest = min(self._context + max(16, self._context // 8), self._limit)
-        if self._length + _COMMITTED > longest:
-            self.occupy(self._rows, self._context)
         for row in range(self._rows):
             self._drafter.observe(row, *self._text.part(self._length, self._length + _COMMITTED))
         self._length += _COMMITTED
-        return self._draft(width, members)
+        seconds = self._draft(width, members)
+        longest = min(self._context + max(16, self._context // 8), self._limit)
+        if self._length + _COMMITTED > longest:
+            self.occupy(self._rows, self._context)
+        return seconds
 
     def close(self) -> None:
         """Free the drafter's rows."""
