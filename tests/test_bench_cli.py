@@ -173,3 +173,9 @@ def test_options_before_report_hold(tmp_path, bench, capsys):
     assert main(["bench", "--markdown", str(tmp_path / "a.md"), "report", str(raw)]) == 0
     assert main(["bench", "report", str(raw), "--markdown", str(tmp_path / "b.md")]) == 0
     assert (tmp_path / "a.md").read_text() == (tmp_path / "b.md").read_text()
+
+
+def test_a_busy_machine_is_said_to_spoil_the_times(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0), raising=False)
+    code, out, err = bench("--out", str(tmp_path / "raw.jsonl"), "--cells", "off", "--temperatures", "0")
+    assert code == 0 and "this machine is busy (load 99.0" in err and "is busy" not in out

@@ -83,8 +83,8 @@ def run_demo(
         "budget": budget,
     }
     print(f"{_describe(model, target, drafter)}, budget {budget}, temperature {temperature:g}", file=out)
-    if busy := _busy():
-        print(busy, file=out)
+    if warning := busy():
+        print(warning, file=out)
     print("warming up ...", file=out, flush=True)
     for method in METHODS:
         model.generate(_messages(model, prompts[0]), **{**options, "max_tokens": 8, "method": method})
@@ -166,7 +166,7 @@ def _describe(model: Model, target: str, drafter: str) -> str:
     return f"target {target}, drafter {drafter}, {dtype} on {where}"
 
 
-def _busy() -> str | None:
+def busy() -> str | None:
     """A warning where other programs already keep this machine's cores busy; None where that is not known."""
     if not hasattr(os, "getloadavg"):
         return None

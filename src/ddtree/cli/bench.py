@@ -87,6 +87,7 @@ def _measure(args: argparse.Namespace) -> int:
     from ddtree.bench.pair import Pair
     from ddtree.bench.runner import Plan, Runner
     from ddtree.bench.verdicts import judge
+    from ddtree.show import busy
 
     _settle(args)
     chosen = prompts.read(args.prompts, args.per_task, args.limit)
@@ -126,6 +127,8 @@ def _measure(args: argparse.Namespace) -> int:
         pair.target.max_context,
         args.seed,
     )
+    if warning := busy():
+        print(f"ddtree: {warning}", file=sys.stderr)
     with raw.Log(args.out, header) as log:
         if log.done:
             print(f"ddtree: going on with {args.out}", file=sys.stderr)
