@@ -2,9 +2,8 @@
 
     seconds = constant + sum of slope * max(0, quantity - beyond),  constant >= 0, slope >= 0
 
-The quantities are those that a forward's work is proportional to. Each is linear in the nodes, or does not depend on
-them, so that every such sum is convex and does not fall when nodes are added. It goes on linearly beyond what was
-measured. CaDDTree (arXiv 2606.01813) regresses its cost onto the same class of functions.
+The quantities are those that a forward's work is proportional to. Each is convex in the nodes and does not fall when
+nodes are added, so that every such sum is too. Beyond what was measured the last slopes go on. CaDDTree (arXiv 2606.01813) regresses its cost onto the same class of functions.
 """
 
 from __future__ import annotations
@@ -69,7 +68,8 @@ def medians(samples: Iterable[Sample]) -> list[Sample]:
 class Term:
     """`slope` seconds for each unit of a quantity beyond `beyond`.
 
-    The quantity is "rows"; "tokens", rows * width; "context", rows * context; or "pairs", rows * width * context.
+    The quantity is "rows"; "tokens", rows * width; "context", rows * context; or "pairs", of a query and a key,
+    rows * width * (context + width).
     """
 
     quantity: str
@@ -158,7 +158,7 @@ def _quantities(widths: Any, rows: int, context: float) -> dict[str, Array]:
         "rows": rows * shape,
         "tokens": tokens,
         "context": rows * context * shape,
-        "pairs": tokens * context,
+        "pairs": tokens * (context + widths),
     }
 
 
