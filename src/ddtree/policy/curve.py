@@ -3,7 +3,8 @@
     seconds = constant + sum of slope * max(0, quantity - beyond),  constant >= 0, slope >= 0
 
 The quantities are those that a forward's work is proportional to. Each is convex in the nodes and does not fall when
-nodes are added, so that every such sum is too. Beyond what was measured the last slopes go on. CaDDTree (arXiv 2606.01813) regresses its cost onto the same class of functions.
+nodes are added, so that every such sum is too. Beyond what was measured the last slopes go on. CaDDTree
+(arXiv 2606.01813) regresses its cost onto monotone convex functions too.
 """
 
 from __future__ import annotations
