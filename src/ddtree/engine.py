@@ -238,6 +238,9 @@ class Engine:
             tree = self._draft(choices)
         with self.clock("verify"):
             forward = self.target.verify(self._cache, tree)
+            if self._planned and self.target.device.type != "cpu":
+                # The walk needs the logits at once; waiting here gives each part its own time.
+                torch.accelerator.synchronize(self.target.device)
         assert forward.logits is not None
         lengths = [len(sequence.tokens) for sequence in rows]
         with self.clock("walk"):

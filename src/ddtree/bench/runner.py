@@ -12,8 +12,8 @@ from ddtree.bench.cells import PLAIN
 from ddtree.bench.prompts import BenchPrompt
 from ddtree.bench.raw import Group, Log
 from ddtree.errors import ConfigError
+from ddtree.progress import ProgressLine
 from ddtree.sampling import SamplingParams
-from ddtree.train.progress import ProgressLine
 
 _WARM_UP_TOKENS = 32
 

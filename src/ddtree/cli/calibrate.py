@@ -75,8 +75,8 @@ def _learn(model: Any, policy: Any, args: argparse.Namespace) -> None:
     from ddtree.bench import prompts
     from ddtree.policy import memory, store
     from ddtree.policy.arms import OFF, arms_for
+    from ddtree.progress import ProgressLine
     from ddtree.sampling import SamplingParams
-    from ddtree.train.progress import ProgressLine
 
     engine = model.engine
     engine.policy = policy
@@ -151,7 +151,7 @@ class _Line:
     """The progress line, begun when it is known how much there is to do."""
 
     def __init__(self) -> None:
-        from ddtree.train.progress import ProgressLine
+        from ddtree.progress import ProgressLine
 
         self._make = ProgressLine
         self._line: ProgressLine | None = None

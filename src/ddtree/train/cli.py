@@ -21,6 +21,7 @@ from ddtree.drafters.merged import Merged
 from ddtree.drafters.ngrams import NgramTable, build_table
 from ddtree.errors import ConfigError
 from ddtree.pretrained import load_causal_lm
+from ddtree.progress import ProgressLine
 from ddtree.target import Target
 from ddtree.train import export as exporting
 from ddtree.train.coupling import CouplingFit, fit_coupling
@@ -30,7 +31,6 @@ from ddtree.train.export import DRAFTER, EVALUATION, NGRAMS, SUMMARY, Figure
 from ddtree.train.fit import Fit, FitConfig, Progress
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
 from ddtree.train.objective import Vocabulary
-from ddtree.train.progress import ProgressLine
 from ddtree.train.synthesize import SynthesisConfig, Synthesizer, Template
 
 STEPS = ("synthesize", "fit", "evaluate", "export")

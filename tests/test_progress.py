@@ -3,7 +3,7 @@
 import io
 import time
 
-from ddtree.train.progress import ProgressLine
+from ddtree.progress import ProgressLine
 
 
 def test_a_line_tells_share_speed_time_left_and_note(monkeypatch):
