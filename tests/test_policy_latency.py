@@ -120,7 +120,8 @@ def test_more_rows_than_were_measured_cost_what_a_tree_of_as_many_nodes_does():
 
 def test_the_curve_is_the_single_predictions_in_a_row():
     model = fitted([*grid(known), Sample(1, 1, 0, 0.01)])
-    model._drift["verify"].factor = 1.7
+    for _ in range(9):
+        model.observe("verify", model.verify(9), 1.7 * known(9, 1, 0))
     curve = model.curve(40, 2, 333.0)
     assert curve.shape == (40,)
     assert curve == pytest.approx([model.verify(width, 2, 333.0) for width in range(1, 41)], rel=1e-12)
@@ -156,7 +157,7 @@ def rounds(model, part, factors):
         predicted = {"verify": lambda: model.verify(17), "draft": lambda: model.draft(["lookup"], 17),
                      "overhead": model.overhead}[part]()  # fmt: skip
         truth = {"verify": known(17, 1, 0), "draft": 0.002, "overhead": 0.001}[part] * factor
-        model.observe(part, predicted, truth)
+        model.observe(part, predicted, truth, ["lookup"] if part == "draft" else [])
         predictions.append(predicted)
     return predictions
 
@@ -166,7 +167,7 @@ def test_a_lasting_slowdown_is_followed_within_twenty_rounds(part):
     model = fitted(grid(known), {"lookup": [Sample(9, 1, 0, 0.002)]})
     before = rounds(model, part, [1.0] * 40)[-1]
     assert rounds(model, part, [2.0] * 21)[-1] == pytest.approx(2 * before, rel=1e-6)
-    assert model.drift[part] == pytest.approx(2.0)
+    assert model.factor(part, ["lookup"] if part == "draft" else []) == pytest.approx(2.0)
     assert rounds(model, part, [1.0] * 21)[-1] == pytest.approx(before, rel=1e-6)
 
 
@@ -198,10 +199,21 @@ def test_clocks_that_went_wrong_are_passed_over(measured):
     assert model.drift["verify"] == 1.0
 
 
+def test_each_set_of_drafters_drifts_for_itself_and_an_unseen_one_with_the_machine():
+    model = fitted(grid(known), {name: [Sample(9, 1, 0, 0.002)] for name in ("lookup", "dflash")})
+    for _ in range(20):
+        model.observe("draft", model.draft(["lookup"], 9), 0.008, ["lookup"])
+    assert model.draft(["lookup"], 9) == pytest.approx(0.008)
+    assert model.draft(["dflash"], 9) == pytest.approx(0.002)
+    rounds(model, "verify", [2.0] * 20)
+    assert model.draft(["dflash"], 9) == pytest.approx(0.004)
+    assert model.draft(["lookup"], 9) == pytest.approx(0.008)
+
+
 def test_parts_drift_apart():
     model = fitted(grid(known), {"lookup": [Sample(9, 1, 0, 0.002)]})
     rounds(model, "draft", [3.0] * 10)
-    assert model.drift == pytest.approx({"verify": 1.0, "draft": 3.0, "overhead": 1.0})
+    assert model.drift == pytest.approx({"draft lookup": 3.0})
 
 
 def test_json_keeps_the_fit_and_what_it_was_made_of():

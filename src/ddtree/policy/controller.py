@@ -14,8 +14,10 @@ EXPLORATION = 0.03
 _LEVEL_MEMORY = 48.0
 _SHARE_MEMORY = 128.0
 _TIME_MEMORY = 32.0
-_LOUDEST = 0.2
-_DWELL = 16
+_TRUTH_MEMORY, _TRUTH_DOUBT = 512.0, 4.0
+_LOUDEST = 0.1
+_FIRST_DWELL, _DWELL = 32, 16
+_EVERY = 4
 _MARGIN = 1.03
 _SWITCHES = 64
 _HARDLY = 8
@@ -32,6 +34,8 @@ class Figures:
         share: its tokens a round over those of the full arm in the same rounds, seen so often.
         nodes: drafted nodes a row and round.
         slowness: measured over predicted seconds of its rounds, timed so often.
+        truth: tokens made over tokens expected of its trees.
+        told: rounds that its tokens are known from.
         last: the round that used it last.
     """
 
@@ -42,6 +46,10 @@ class Figures:
     seen: float = 0.0
     timed: float = 0.0
     last: int = 0
+    truth: float = 1.0
+    told: float = 0.0
+    _made: float = 0.0
+    _expected: float = 0.0
     _own: float = 0.0
     _full: float = 0.0
 
@@ -52,6 +60,17 @@ class Figures:
         self.share = self._own / self._full
         self.seen = self.seen * keep + 1
         self.nodes += (nodes - self.nodes) / self.seen
+
+    def correct(self, tokens: float, expected: float) -> float:
+        """What a round was worth by its tree's probabilities, as far as they have come true so far.
+
+        That varies far less than the tokens it happened to make.
+        """
+        keep = 1 - 1 / _TRUTH_MEMORY
+        self._made, self._expected = self._made * keep + tokens, self._expected * keep + expected
+        doubt = _TRUTH_DOUBT * expected
+        self.truth = (self._made + doubt) / (self._expected + doubt)
+        return expected * self.truth
 
     def time(self, ratio: float) -> None:
         self.timed = min(self.timed + 1, _TIME_MEMORY)
@@ -75,8 +94,9 @@ class Controller:
     it, since the answer is then known. So arms are compared on the same rounds, as shares of the full arm's tokens, and
     one rolling level says how many those are now. "off" makes one token a round.
 
-    The arm in use is left for another only when that is faster by 3 %, after 16 rounds at least. At most 3 % of the
-    rounds go to another arm: to the full one, to keep level and shares true, or to "off" while its time is not known.
+    The arm in use is left for another only when that is faster by 3 %, after 16 rounds at least, 32 the first time; for
+    "off", only when its lead is more than the luck of the rounds so far may explain. At most 3 % of the rounds go to
+    another arm: to the full one, to keep level and shares true, or to "off" while its time is not known.
 
     Args:
         arms: the full one first.
@@ -98,7 +118,8 @@ class Controller:
     def choose(self) -> Arm:
         """The arm of the next round."""
         self.rounds += 1
-        if self.rounds - self._since > _DWELL:
+        dwell = _DWELL if self._since else _FIRST_DWELL
+        if self.rounds - self._since > dwell and self.rounds % _EVERY == 0:
             self._reconsider()
         if self.explored + 1 <= EXPLORATION * self.rounds:
             other = self._due()
@@ -108,15 +129,22 @@ class Controller:
         return self.current
 
     def learn(
-        self, arm: Arm, tokens: float, nodes: float, foretold: Mapping[Arm, tuple[float, float]]
+        self,
+        arm: Arm,
+        tokens: float,
+        nodes: float,
+        foretold: Mapping[Arm, tuple[float, float]],
+        expected: float | None = None,
     ) -> None:
         """A round of an arm made `tokens` a row with `nodes` a row.
 
         Args:
+            expected: tokens a row to be expected of its trees, when that is known.
             foretold: tokens and nodes that other arms would have had in the same round, where that is known.
         """
         self.figures[arm].rounds += 1
         self.figures[arm].last = self.rounds
+        self.figures[arm].told = min(self.figures[arm].told + 1, _TRUTH_MEMORY)
         if arm == self._full:
             for other, (made, used) in {**foretold, arm: (tokens, nodes)}.items():
                 self.figures[other].compare(made, tokens, used)
@@ -124,7 +152,8 @@ class Controller:
             figures = self.figures[arm]
             figures.nodes += (nodes - figures.nodes) / _LEVEL_MEMORY
         if arm != OFF:
-            self._relevel(tokens / self.figures[arm].share)
+            worth = tokens if expected is None else self.figures[arm].correct(tokens, expected)
+            self._relevel(worth / self.figures[arm].share)
 
     def time(self, arm: Arm, ratio: float) -> None:
         """Measured over predicted seconds of a round of an arm; a burst of the machine counts as twice at most."""
@@ -162,6 +191,12 @@ class Controller:
             "switches": [asdict(switch) for switch in self.switches],
         }
 
+    def _doubt(self, arm: Arm) -> float:
+        """Standard error of an arm's tokens a round, as a share: accepted tokens are taken to scatter like counts."""
+        figures = self.figures[arm]
+        tokens = max(1.0, self.level * figures.share)
+        return math.sqrt((tokens - 1) / max(figures.told, 1.0)) / tokens
+
     def _due(self) -> Arm:
         """The arm to try: the full one, but "off" while its time is hardly known or long unheard of."""
         off = self.figures.get(OFF)
@@ -173,7 +208,7 @@ class Controller:
         return arm == OFF or self.figures[arm].seen >= 1
 
     def _relevel(self, tokens: float) -> None:
-        """Old levels fade with the rounds since; one round is never heard louder than a fifth."""
+        """Old levels fade with the rounds since; one round is never heard louder than a tenth."""
         if self._levelled is None:
             self.level = tokens
         else:
@@ -189,7 +224,8 @@ class Controller:
             return
         best = max(known, key=self.speed)
         ours, theirs = self.speed(self.current), self.speed(best)
-        if theirs > ours * _MARGIN:
+        margin = max(_MARGIN, 1 + self._doubt(self.current)) if best == OFF else _MARGIN
+        if theirs > ours * margin:
             reason = f"{theirs:.1f} against {ours:.1f} tokens a second a row"
             self.switches.append(Switch(self.rounds, str(self.current), str(best), reason))
             self.current, self._since = best, self.rounds

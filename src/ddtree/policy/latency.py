@@ -54,7 +54,8 @@ class LatencyModel:
         self.points = tuple(points)
         self.draft_points = {name: tuple(own) for name, own in (draft_points or {}).items()}
         self._fit = fitted
-        self._drift: dict[str, Drift] = {"verify": Drift(), "draft": Drift(), "overhead": Drift()}
+        # Drafting is followed for each set of drafters: what one takes says nothing of another.
+        self._drift: dict[tuple[str, frozenset[str]], Drift] = {}
         self._overhead = _OVERHEAD * float(self._undrifted(1, 1, 0.0)[0])
 
     @staticmethod
@@ -88,11 +89,11 @@ class LatencyModel:
     def verify(self, width: int, rows: int = 1, context: float = 0.0) -> float:
         """Seconds of verifying trees of `width` nodes a row, root included, at a mean context."""
         widths = np.array([width])
-        return float(self._undrifted(widths, rows, context)[0] * self._drift["verify"].factor)
+        return float(self._undrifted(widths, rows, context)[0] * self.factor("verify"))
 
     def curve(self, widths: int, rows: int = 1, context: float = 0.0) -> NDArray[np.float64]:
         """Seconds [widths] of verifying trees of 1, 2, ..., `widths` nodes a row."""
-        return self._undrifted(np.arange(1, widths + 1), rows, context) * self._drift["verify"].factor
+        return self._undrifted(np.arange(1, widths + 1), rows, context) * self.factor("verify")
 
     def draft(self, names: Sequence[str], width: int, rows: int = 1, context: float = 0.0) -> float:
         """Seconds of drafting with the named drafters for trees of `width` nodes a row.
@@ -107,20 +108,33 @@ class LatencyModel:
             if name not in self._fit.draft:
                 raise ConfigError(f"drafting with {name!r} was not measured: run ddtree calibrate with it")
             total += float(self._fit.draft[name].seconds(width, rows, context))
-        return total * self._drift["draft"].factor
+        return total * self.factor("draft", names)
 
     def overhead(self) -> float:
         """Seconds of a round outside drafting and verification."""
-        return self._overhead * self._drift["overhead"].factor
+        return self._overhead * self.factor("overhead")
+
+    def factor(self, part: Part, names: Iterable[str] = ()) -> float:
+        """How much slower a part is now than when it was measured; drafting with the named drafters."""
+        drift = self._drift.get((part, frozenset(names)))
+        if drift is not None:
+            return drift.factor
+        # What was not observed yet is taken to be as slow as the machine.
+        return 1.0 if part == "verify" else self.factor("verify")
 
     @property
     def drift(self) -> dict[str, float]:
-        """How much slower each part is now than when it was measured, as a factor."""
-        return {part: drift.factor for part, drift in self._drift.items()}
+        """The factors of all parts that were observed, by the part's name and the drafters'."""
+        return {
+            " ".join([part, *sorted(names)]): drift.factor for (part, names), drift in self._drift.items()
+        }
 
-    def observe(self, part: Part, predicted: float, measured: float) -> None:
-        """A round's part took `measured` seconds where this model, as it stands, predicted `predicted`."""
-        self._drift[part].observe(predicted, measured)
+    def observe(self, part: Part, predicted: float, measured: float, names: Iterable[str] = ()) -> None:
+        """A round's part took `measured` seconds where this model, as it stands, predicted `predicted`.
+
+        For drafting, `names` are the drafters that drafted.
+        """
+        self._drift.setdefault((part, frozenset(names)), Drift()).observe(predicted, measured)
 
     def as_dict(self) -> dict[str, Any]:
         """The fit as plain JSON values; what rounds have told since is not kept."""

@@ -13,6 +13,7 @@ from ddtree.policy.acceptance import Acceptance
 from ddtree.policy.arms import OFF, Arm, AutoBudget, AutoMethod, arms_for
 from ddtree.policy.budget import best_width, gains
 from ddtree.policy.controller import Controller
+from ddtree.policy.costs import Costs
 from ddtree.policy.latency import LatencyModel
 from ddtree.tree import MAX_BUDGET, DraftTree
 
@@ -66,6 +67,7 @@ class Policy:
 
     def __init__(self, latency: LatencyModel, acceptance: Mapping[str, Acceptance] | None = None) -> None:
         self.latency = latency
+        self.costs = Costs(latency)
         self.acceptance = dict(acceptance or {})
         self._groups: dict[tuple[Request, int], _Group] = {}
         self._round: _Round | None = None
@@ -112,13 +114,12 @@ class Policy:
         expected = gains(probabilities)
         # What has a fixed budget is verified whatever the others do.
         least = max((size for row, size in enumerate(tree.sizes) if row not in open_rows), default=1) - 1
-        seconds = self.latency.curve(widest, len(tree.sizes), now.context)
-        seconds = seconds + self.latency.draft(names, widest, len(tree.sizes), now.context)
-        seconds = seconds + self.latency.overhead()
+        seconds = self.costs.rounds(widest - 1, len(tree.sizes), now.context, names)
         width = least + best_width(expected[least:], seconds[least:], now.rate())
         budgets = [
             min(width, size - 1) if row in open_rows else size - 1 for row, size in enumerate(tree.sizes)
         ]
+        now.expected = (1 + probabilities[:, :width].sum(axis=1)).tolist()
         for row in open_rows:
             now.groups[now.requests[row]].chosen(width)
         return tree.truncate(budgets)
@@ -149,9 +150,10 @@ class Policy:
             tokens = sum(len(paths[row]) for row in mine) / len(mine)
             nodes = sum(tree.sizes[row] - 1 for row in mine) / len(mine)
             foretold = self._foretold(now, group.controller, mine, answers, round(nodes))
-            group.controller.learn(arm, tokens, nodes, foretold)
+            expected = sum(now.expected[row] for row in mine) / len(mine) if now.expected else None
+            group.controller.learn(arm, tokens, nodes, foretold, expected)
             if len(mine) == rows:
-                predicted = self.seconds(arm, nodes, rows, now.context)
+                predicted = self.costs.round(width - 1, rows, now.context, arm.members)
                 group.controller.time(arm, sum(seconds[part] for part in _ROUND) / predicted)
         if width > 1:
             self._accept(now, tree, paths)
@@ -180,17 +182,6 @@ class Policy:
                 tokens, used = (sum(column) / len(rows) for column in zip(*met, strict=True))
                 foretold[arm] = 1 + tokens, used
         return foretold
-
-    def seconds(self, arm: Arm, nodes: float, rows: int, context: float) -> float:
-        """Predicted seconds of a round in which all rows take an arm with so many nodes each."""
-        if arm == OFF:
-            return self.latency.verify(1, rows, context) + self.latency.overhead()
-        width = 1 + round(nodes)
-        return (
-            self.latency.verify(width, rows, context)
-            + self.latency.draft(arm.members, width, rows, context)
-            + self.latency.overhead()
-        )
 
     def state(self) -> dict[str, Any]:
         """What it knows and did, as plain JSON values: each kind of request under each load."""
@@ -246,10 +237,10 @@ class Policy:
         self, now: _Round, names: Sequence[str], rows: int, width: int, seconds: Mapping[str, float]
     ) -> None:
         observe = self.latency.observe
-        observe("verify", self.latency.verify(width, rows, now.context), seconds["verify"])
+        observe("verify", self.costs.verify(width - 1, rows, now.context), seconds["verify"])
         if names:
-            predicted = self.latency.draft(names, max(now.sizes), rows, now.context)
-            observe("draft", predicted, seconds["draft"] + seconds["build"])
+            predicted = self.costs.draft(max(now.sizes) - 1, rows, now.context, names)
+            observe("draft", predicted, seconds["draft"] + seconds["build"], names)
         observe("overhead", self.latency.overhead(), seconds["walk"] + seconds["commit"])
 
 
@@ -266,7 +257,7 @@ class _Group:
         self._lately = 0.0
         self.controller = Controller(
             arms_for(request.method, request.members),
-            lambda arm, nodes: policy.seconds(arm, nodes, self.rows, self.context),
+            lambda arm, nodes: policy.costs.round(round(nodes), self.rows, self.context, arm.members),
         )
 
     def choose(self) -> Choice:
@@ -277,9 +268,8 @@ class _Group:
 
     def chosen(self, width: int) -> None:
         """A tree should be drafted somewhat larger than those that pay, no more: building it costs time."""
-        self._lately = max(float(width), self._lately * 0.97)
-        wanted = 8 * round(self._lately * 1.5 / 8 + 0.5)
-        self._cap = min(MAX_BUDGET, max(_LEAST_CAP, wanted))
+        self._lately = max(float(width), self._lately + (width - self._lately) * 0.1)
+        self._cap = min(MAX_BUDGET, max(_LEAST_CAP, round(self._lately * 1.5) + 1))
 
 
 @dataclass
@@ -291,6 +281,7 @@ class _Round:
     groups: dict[Request, _Group]
     context: float
     proposals: Proposals = ()
+    expected: Sequence[float] = ()
     sizes: Sequence[int] = (1,)
     logprobs: NDArray[np.float32] | None = None
     depths: NDArray[np.int64] | None = None
