@@ -251,3 +251,11 @@ class TestCouple:
     def test_parameters_out_of_range_are_refused(self, beta: float, kappa: float) -> None:
         with pytest.raises(ConfigError, match=r"beta|kappa"):
             couple(torch.zeros(2), torch.zeros(2), beta, kappa)
+
+
+def test_a_few_tokens_have_the_values_of_the_row_to_within_a_rounding():
+    noise = Noise(123, 5000)
+    tokens = [0, 4999, 17, 17, 2500]
+    for position in (0, 1, 999, 2**31 - 1):
+        assert noise.few(position, tokens) == pytest.approx(noise.gumbel(position)[tokens].tolist(), abs=1e-5)
+    assert noise.few(3, []) == []

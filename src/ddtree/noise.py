@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,7 +131,7 @@ class Noise:
             return row if tokens is None else row[tokens]
         if not 0 <= position < MAX_POSITION:
             raise ConfigError(f"position must be from 0 to 2**31 - 1, not {position}")
-        key = _signed(_mix((self._stream + (position + 1) * _GAMMA) & _WORD))
+        key = _signed(self._key(position))
         # Rows outlive the caller's inference mode, and the buffers are written again outside of it.
         with torch.inference_mode(False), torch.no_grad():
             if tokens is not None:
@@ -141,11 +142,24 @@ class Noise:
             self._rows.popitem(last=False)
         return row
 
+    def few(self, position: int, tokens: Sequence[int]) -> list[float]:
+        """`gumbel` of a few tokens, to within a float32 rounding: several times as quick, good enough for drafting."""
+        words = np.array(tokens, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(self._key(position))
+        for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+            words ^= words >> np.uint64(shift)
+            words *= np.uint64(multiplier)
+        words ^= words >> np.uint64(_SHIFTS[2])
+        uniform = (words >> np.uint64(11) | np.uint64(1)).astype(np.float64) * 2.0**-53
+        return (-np.log(-np.log(uniform))).tolist()
+
     def rows(self, positions: Sequence[int]) -> Tensor:
         """Full rows of several positions: float32 [len(positions), V], a fresh tensor."""
         if not positions:
             return torch.empty(0, self.vocab_size, device=self.device)
         return torch.stack([self.gumbel(position) for position in positions])
+
+    def _key(self, position: int) -> int:
+        return _mix((self._stream + (position + 1) * _GAMMA) & _WORD)
 
     def _row(self, key: int) -> Tensor:
         token_words = _token_words(self.vocab_size, self._compute)

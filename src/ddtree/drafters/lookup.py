@@ -147,8 +147,7 @@ class _Foresight:
         drawn = self._drawn[position]
         missing = [token for token in scores if token not in drawn]
         if missing:
-            tokens = torch.tensor(missing, device=self._noise.device)
-            drawn.update(zip(missing, self._noise.gumbel(position, tokens).tolist(), strict=True))
+            drawn.update(zip(missing, self._noise.few(position, missing), strict=True))
         beta, kappa = self._beta, self._kappa
         values = [(math.log(score) + beta * drawn[token]) / kappa for token, score in scores.items()]
         rest = (math.log(unknown) + beta * _MEAN_GUMBEL) / kappa

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 from ddtree.policy.arms import OFF, Arm
@@ -13,7 +14,7 @@ from ddtree.policy.arms import OFF, Arm
 EXPLORATION = 0.03
 _LEVEL_MEMORY = 48.0
 _SHARE_MEMORY = 128.0
-_TIME_MEMORY = 32.0
+_TIMES = 25
 _TRUTH_MEMORY, _TRUTH_DOUBT = 512.0, 4.0
 _LOUDEST = 0.1
 _FIRST_DWELL, _DWELL = 32, 16
@@ -33,7 +34,7 @@ class Figures:
         rounds: rounds decoded with it.
         share: its tokens a round over those of the full arm in the same rounds, seen so often.
         nodes: drafted nodes a row and round.
-        slowness: measured over predicted seconds of its rounds, timed so often.
+        slowness: measured over predicted seconds of its rounds.
         truth: tokens made over tokens expected of its trees.
         told: rounds that its tokens are known from.
         last: the round that used it last.
@@ -44,7 +45,6 @@ class Figures:
     nodes: float = 0.0
     slowness: float = 1.0
     seen: float = 0.0
-    timed: float = 0.0
     last: int = 0
     truth: float = 1.0
     told: float = 0.0
@@ -52,6 +52,7 @@ class Figures:
     _expected: float = 0.0
     _own: float = 0.0
     _full: float = 0.0
+    _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
 
     def compare(self, tokens: float, full: float, nodes: float) -> None:
         """What it made, or would have made, of a round in which the full arm made `full` tokens."""
@@ -73,8 +74,13 @@ class Figures:
         return expected * self.truth
 
     def time(self, ratio: float) -> None:
-        self.timed = min(self.timed + 1, _TIME_MEMORY)
-        self.slowness += (ratio - self.slowness) / self.timed
+        """Measured over predicted seconds of a round; the median of the last ones counts, so bursts do not."""
+        self._ratios.append(ratio)
+        self.slowness = median(self._ratios)
+
+    @property
+    def timed(self) -> int:
+        return len(self._ratios)
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,6 @@ class Controller:
         self.explored = 0
         self.switches: deque[Switch] = deque(maxlen=_SWITCHES)
         self._seconds = seconds
-        self._slowness = 1.0
         self._since = 0
         self._levelled: int | None = None
 
@@ -156,17 +161,16 @@ class Controller:
             self._relevel(worth / self.figures[arm].share)
 
     def time(self, arm: Arm, ratio: float) -> None:
-        """Measured over predicted seconds of a round of an arm; a burst of the machine counts as twice at most."""
-        ratio = min(max(ratio, 0.5), 2.0)
+        """Measured over predicted seconds of a round of an arm."""
         self.figures[arm].time(ratio)
-        self._slowness += (ratio - self._slowness) / _TIME_MEMORY
 
     def speed(self, arm: Arm) -> float:
         """Tokens a row and second that an arm is expected to make now."""
         figures = self.figures[arm]
         tokens = 1.0 if arm == OFF else max(1.0, self.level * figures.share)
+        # An arm hardly timed is taken to be as slow, against its prediction, as the one in use.
         trust = figures.timed / (figures.timed + _DOUBT)
-        slowness = trust * figures.slowness + (1 - trust) * self._slowness
+        slowness = trust * figures.slowness + (1 - trust) * self.figures[self.current].slowness
         return tokens / (self._seconds(arm, figures.nodes) * slowness)
 
     def rate(self) -> float | None:

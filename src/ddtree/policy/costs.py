@@ -13,6 +13,7 @@ from ddtree.tree import MAX_BUDGET
 
 _STEP = 64  # tokens of context over which time hardly changes
 _MOST = 256
+SAMPLED = "sampled"
 
 
 class Costs:
@@ -31,18 +32,20 @@ class Costs:
         """Of verifying `nodes` nodes a row besides the root."""
         return float(self._table(rows, context)[nodes] * self._latency.factor("verify"))
 
-    def rounds(self, nodes: int, rows: int, context: float, names: Sequence[str]) -> NDArray[np.float64]:
+    def rounds(
+        self, nodes: int, rows: int, context: float, names: Sequence[str], sampled: bool
+    ) -> NDArray[np.float64]:
         """[nodes + 1]: of whole rounds that verify 0..`nodes` nodes a row, out of as many drafted by these drafters."""
         verify = self._table(rows, context)[: nodes + 1] * self._latency.factor("verify")
-        return verify + self.draft(nodes, rows, context, names) + self._latency.overhead()
+        return verify + self.draft(nodes, rows, context, names, sampled) + self._latency.overhead()
 
-    def round(self, nodes: int, rows: int, context: float, names: Sequence[str]) -> float:
+    def round(self, nodes: int, rows: int, context: float, names: Sequence[str], sampled: bool) -> float:
         """Of a whole round that drafts and verifies so many nodes a row; without drafters the root alone."""
-        drafted = self.draft(nodes, rows, context, names) if names else 0.0
+        drafted = self.draft(nodes, rows, context, names, sampled) if names else 0.0
         return self.verify(nodes, rows, context) + drafted + self._latency.overhead()
 
-    def draft(self, nodes: int, rows: int, context: float, names: Sequence[str]) -> float:
-        """Of drafting so many nodes a row, and building the tree."""
+    def draft(self, nodes: int, rows: int, context: float, names: Sequence[str], sampled: bool) -> float:
+        """Of drafting so many nodes a row, and building the tree; a sampled row's noise takes time of its own."""
         whole = frozenset(names)
         key = (whole, -(-nodes // 8), rows, int(context) // _STEP)
         if key not in self._draft:
@@ -50,7 +53,7 @@ class Costs:
             width = 1 + 8 * key[1]
             seconds = self._latency.draft(names, width, rows, (key[3] + 0.5) * _STEP)
             self._draft[key] = seconds / self._latency.factor("draft", names)
-        return self._draft[key] * self._latency.factor("draft", names)
+        return self._draft[key] * self._latency.factor("draft", marked(names, sampled))
 
     def _table(self, rows: int, context: float) -> NDArray[np.float64]:
         key = (rows, int(context) // _STEP)
@@ -59,6 +62,11 @@ class Costs:
             table = self._latency.curve(MAX_BUDGET + 1, rows, (key[1] + 0.5) * _STEP)
             self._verify[key] = table / self._latency.factor("verify")
         return self._verify[key]
+
+
+def marked(names: Sequence[str], sampled: bool) -> list[str]:
+    """Drafters' names as drift is followed for them."""
+    return [*names, SAMPLED] if sampled else list(names)
 
 
 def _limit(cache: dict[Any, Any]) -> None:

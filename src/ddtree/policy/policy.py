@@ -13,7 +13,7 @@ from ddtree.policy.acceptance import Acceptance
 from ddtree.policy.arms import OFF, Arm, AutoBudget, AutoMethod, arms_for
 from ddtree.policy.budget import best_width, gains
 from ddtree.policy.controller import Controller
-from ddtree.policy.costs import Costs
+from ddtree.policy.costs import Costs, marked
 from ddtree.policy.latency import LatencyModel
 from ddtree.tree import MAX_BUDGET, DraftTree
 
@@ -114,7 +114,7 @@ class Policy:
         expected = gains(probabilities)
         # What has a fixed budget is verified whatever the others do.
         least = max((size for row, size in enumerate(tree.sizes) if row not in open_rows), default=1) - 1
-        seconds = self.costs.rounds(widest - 1, len(tree.sizes), now.context, names)
+        seconds = self.costs.rounds(widest - 1, len(tree.sizes), now.context, names, now.sampled)
         width = least + best_width(expected[least:], seconds[least:], now.rate())
         budgets = [
             min(width, size - 1) if row in open_rows else size - 1 for row, size in enumerate(tree.sizes)
@@ -153,7 +153,7 @@ class Policy:
             expected = sum(now.expected[row] for row in mine) / len(mine) if now.expected else None
             group.controller.learn(arm, tokens, nodes, foretold, expected)
             if len(mine) == rows:
-                predicted = self.costs.round(width - 1, rows, now.context, arm.members)
+                predicted = self.costs.round(width - 1, rows, now.context, arm.members, now.sampled)
                 group.controller.time(arm, sum(seconds[part] for part in _ROUND) / predicted)
         if width > 1:
             self._accept(now, tree, paths)
@@ -239,8 +239,8 @@ class Policy:
         observe = self.latency.observe
         observe("verify", self.costs.verify(width - 1, rows, now.context), seconds["verify"])
         if names:
-            predicted = self.costs.draft(max(now.sizes) - 1, rows, now.context, names)
-            observe("draft", predicted, seconds["draft"] + seconds["build"], names)
+            predicted = self.costs.draft(max(now.sizes) - 1, rows, now.context, names, now.sampled)
+            observe("draft", predicted, seconds["draft"] + seconds["build"], marked(names, now.sampled))
         observe("overhead", self.latency.overhead(), seconds["walk"] + seconds["commit"])
 
 
@@ -257,7 +257,9 @@ class _Group:
         self._lately = 0.0
         self.controller = Controller(
             arms_for(request.method, request.members),
-            lambda arm, nodes: policy.costs.round(round(nodes), self.rows, self.context, arm.members),
+            lambda arm, nodes: policy.costs.round(
+                round(nodes), self.rows, self.context, arm.members, request.sampled
+            ),
         )
 
     def choose(self) -> Choice:
@@ -285,6 +287,10 @@ class _Round:
     sizes: Sequence[int] = (1,)
     logprobs: NDArray[np.float32] | None = None
     depths: NDArray[np.int64] | None = None
+
+    @property
+    def sampled(self) -> bool:
+        return any(request.sampled for request in self.requests)
 
     def rate(self) -> float | None:
         """Tokens per second of all rows at the going rates; None while one of them is unknown."""
