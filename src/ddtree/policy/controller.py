@@ -17,11 +17,12 @@ _SHARE_MEMORY = 128.0
 _TIMES = 25
 _TRUTH_MEMORY, _TRUTH_DOUBT = 512.0, 4.0
 _LOUDEST = 0.1
-_FIRST_DWELL, _DWELL = 32, 16
+_FIRST_DWELL, _DWELL = 32, 8
 _EVERY = 4
 _MARGIN = 1.03
 _SWITCHES = 64
 _HARDLY = 8
+_CURIOUS = 64
 _DOUBT = 4.0
 _UNHEARD = 1024
 
@@ -34,7 +35,7 @@ class Figures:
         rounds: rounds decoded with it.
         share: its tokens a round over those of the full arm in the same rounds, seen so often.
         nodes: drafted nodes a row and round.
-        slowness: measured over predicted seconds of its rounds.
+        slowness: measured over predicted seconds of its rounds, in proportion to those about them.
         truth: tokens made over tokens expected of its trees.
         told: rounds that its tokens are known from.
         last: the round that used it last.
@@ -52,6 +53,7 @@ class Figures:
     _expected: float = 0.0
     _own: float = 0.0
     _full: float = 0.0
+    _scatter: float = 0.0
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
 
     def compare(self, tokens: float, full: float, nodes: float) -> None:
@@ -59,8 +61,14 @@ class Figures:
         keep = 1 - 1 / _SHARE_MEMORY
         self._own, self._full = self._own * keep + tokens, self._full * keep + full
         self.share = self._own / self._full
+        self._scatter = self._scatter * keep + (tokens - self.share * full) ** 2
         self.seen = self.seen * keep + 1
         self.nodes += (nodes - self.nodes) / self.seen
+
+    @property
+    def error(self) -> float:
+        """Standard error of the share, in proportion to it."""
+        return math.sqrt(self._scatter) / self._own if self._own else 0.0
 
     def correct(self, tokens: float, expected: float) -> float:
         """What a round was worth by its tree's probabilities, as far as they have come true so far.
@@ -100,9 +108,9 @@ class Controller:
     it, since the answer is then known. So arms are compared on the same rounds, as shares of the full arm's tokens, and
     one rolling level says how many those are now. "off" makes one token a round.
 
-    The arm in use is left for another only when that is faster by 3 %, after 16 rounds at least, 32 the first time; for
-    "off", only when its lead is more than the luck of the rounds so far may explain. At most 3 % of the rounds go to
-    another arm: to the full one, to keep level and shares true, or to "off" while its time is not known.
+    The arm in use is left for another only after 8 rounds, and when the other is faster by 3 % and by more than the luck
+    of the rounds so far may explain; for "off" not within the first 32. At most 3 % of the rounds go to another arm: to
+    the full one, to keep level and shares true, or to "off" while its time is not known.
 
     Args:
         arms: the full one first.
@@ -119,12 +127,12 @@ class Controller:
         self._seconds = seconds
         self._since = 0
         self._levelled: int | None = None
+        self._lately: deque[float] = deque(maxlen=_DWELL)
 
     def choose(self) -> Arm:
         """The arm of the next round."""
         self.rounds += 1
-        dwell = _DWELL if self._since else _FIRST_DWELL
-        if self.rounds - self._since > dwell and self.rounds % _EVERY == 0:
+        if self.rounds - self._since > _DWELL and self.rounds % _EVERY == 0:
             self._reconsider()
         if self.explored + 1 <= EXPLORATION * self.rounds:
             other = self._due()
@@ -160,9 +168,21 @@ class Controller:
             worth = tokens if expected is None else self.figures[arm].correct(tokens, expected)
             self._relevel(worth / self.figures[arm].share)
 
+    def curious(self, played: Arm) -> bool:
+        """Whether a round of that arm should tell what others would have made of it."""
+        figures = self.figures[played]
+        return played == self._full and (figures.seen < _CURIOUS or self.rounds % _EVERY == 0)
+
     def time(self, arm: Arm, ratio: float) -> None:
-        """Measured over predicted seconds of a round of an arm."""
-        self.figures[arm].time(ratio)
+        """Measured over predicted seconds of a round of an arm.
+
+        A machine that becomes slow makes all arms slow, and predictions follow it late: so an arm that is tried is
+        compared with the rounds about it.
+        """
+        if arm == self.current:
+            self._lately.append(ratio)
+        elif self._lately:
+            self.figures[arm].time(ratio / median(self._lately) * self.figures[self.current].slowness)
 
     def speed(self, arm: Arm) -> float:
         """Tokens a row and second that an arm is expected to make now."""
@@ -195,16 +215,24 @@ class Controller:
             "switches": [asdict(switch) for switch in self.switches],
         }
 
-    def _doubt(self, arm: Arm) -> float:
-        """Standard error of an arm's tokens a round, as a share: accepted tokens are taken to scatter like counts."""
-        figures = self.figures[arm]
-        tokens = max(1.0, self.level * figures.share)
-        return math.sqrt((tokens - 1) / max(figures.told, 1.0)) / tokens
+    def _doubt(self, best: Arm) -> float:
+        """Standard error of how an arm compares with the one in use, as a share.
+
+        Against "off", accepted tokens are taken to scatter like counts; drafting arms are compared round by round.
+        """
+        ours = self.figures[self.current]
+        if self.current == OFF:
+            return 0.0
+        if best == OFF:
+            tokens = max(1.0, self.level * ours.share)
+            return math.sqrt((tokens - 1) / max(ours.told, 1.0)) / tokens
+        return math.hypot(ours.error, self.figures[best].error)
 
     def _due(self) -> Arm:
         """The arm to try: the full one, but "off" while its time is hardly known or long unheard of."""
         off = self.figures.get(OFF)
-        if off is not None and (off.timed < _HARDLY or self.rounds - off.last > _UNHEARD):
+        unsure = off is not None and (off.timed < _HARDLY or self.rounds - off.last > _UNHEARD)
+        if unsure and self.current != OFF:
             return OFF
         return self._full
 
@@ -226,10 +254,13 @@ class Controller:
         known = [arm for arm in self.figures if self._known(arm)]
         if self.current not in known:
             return
+        if self.rounds <= _FIRST_DWELL and OFF in known and self.current != OFF:
+            known.remove(OFF)
         best = max(known, key=self.speed)
         ours, theirs = self.speed(self.current), self.speed(best)
-        margin = max(_MARGIN, 1 + self._doubt(self.current)) if best == OFF else _MARGIN
+        margin = max(_MARGIN, 1 + self._doubt(best))
         if theirs > ours * margin:
             reason = f"{theirs:.1f} against {ours:.1f} tokens a second a row"
             self.switches.append(Switch(self.rounds, str(self.current), str(best), reason))
             self.current, self._since = best, self.rounds
+            self._lately.clear()

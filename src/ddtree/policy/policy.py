@@ -14,6 +14,7 @@ from ddtree.policy.arms import OFF, Arm, AutoBudget, AutoMethod, arms_for
 from ddtree.policy.budget import best_width, gains
 from ddtree.policy.controller import Controller
 from ddtree.policy.costs import Costs, marked
+from ddtree.policy.foretell import outcome
 from ddtree.policy.latency import LatencyModel
 from ddtree.tree import MAX_BUDGET, DraftTree
 
@@ -149,7 +150,7 @@ class Policy:
             arm = now.choices[mine[0]].arm
             tokens = sum(len(paths[row]) for row in mine) / len(mine)
             nodes = sum(tree.sizes[row] - 1 for row in mine) / len(mine)
-            foretold = self._foretold(now, group.controller, mine, answers, round(nodes))
+            foretold = self._foretold(now, group.controller, mine, answers)
             expected = sum(now.expected[row] for row in mine) / len(mine) if now.expected else None
             group.controller.learn(arm, tokens, nodes, foretold, expected)
             if len(mine) == rows:
@@ -159,28 +160,28 @@ class Policy:
             self._accept(now, tree, paths)
 
     def _foretold(
-        self,
-        now: _Round,
-        controller: Controller,
-        rows: Sequence[int],
-        answers: Sequence[Sequence[int]],
-        nodes: int,
+        self, now: _Round, controller: Controller, rows: Sequence[int], answers: Sequence[Sequence[int]]
     ) -> dict[Arm, tuple[float, float]]:
-        """Tokens and nodes that arms of a single drafter would have had: its own tree and the answer are known."""
+        """Tokens and nodes that arms of a single drafter would have had, each with the nodes that pay for it."""
         played = now.choices[rows[0]].arm
+        if not controller.curious(played):
+            return {}
         foretold = {}
         for name, tree in now.proposals:
-            columns = tree.tokens.tolist(), tree.parents.tolist()
             for arm in controller.figures:
                 if arm == played or arm.members != (name,):
                     continue
-                chain = arm.method == "chain"
-                met = [
-                    matched(columns[0][row], columns[1][row], tree.sizes[row], answers[row], nodes, chain)
-                    for row in rows
-                ]
-                tokens, used = (sum(column) / len(rows) for column in zip(*met, strict=True))
-                foretold[arm] = 1 + tokens, used
+                outcomes = [outcome(tree, row, answers[row], arm.method == "chain") for row in rows]
+                known = self._acceptance(arm, now.requests[rows[0]])
+                widest = max(len(own.depths) for own in outcomes)
+                probabilities = np.zeros((len(rows), widest))
+                for own, line in zip(outcomes, probabilities, strict=True):
+                    line[: len(own.depths)] = known.calibrated(own.logprobs, own.depths)
+                    known.learn(own.logprobs, own.depths, own.accepted)
+                seconds = self.costs.rounds(widest, len(rows), now.context, (name,), now.sampled)
+                width = best_width(gains(probabilities), seconds, now.rate())
+                tokens = sum(1 + int(own.accepted[:width].sum()) for own in outcomes) / len(rows)
+                foretold[arm] = tokens, sum(min(width, len(own.depths)) for own in outcomes) / len(rows)
         return foretold
 
     def state(self) -> dict[str, Any]:
@@ -212,13 +213,13 @@ class Policy:
         """float64 [N - 1]: calibrated, of the nodes besides the root; 0 for padding."""
         assert now.logprobs is not None and now.depths is not None
         logprobs, depths = now.logprobs[row, 1:], now.depths[row, 1:]
-        known = self._acceptance(now, row)
+        known = self._acceptance(now.choices[row].arm, now.requests[row])
         values = np.exp(logprobs) if known is None else known.calibrated(logprobs, depths)
         values[now.sizes[row] - 1 :] = 0
         return values
 
-    def _acceptance(self, now: _Round, row: int) -> Acceptance:
-        name = f"{now.choices[row].arm}, {'sampled' if now.requests[row].sampled else 'greedy'}"
+    def _acceptance(self, arm: Arm, request: Request) -> Acceptance:
+        name = f"{arm}, {'sampled' if request.sampled else 'greedy'}"
         return self.acceptance.setdefault(name, Acceptance())
 
     def _accept(self, now: _Round, tree: DraftTree, paths: Sequence[Sequence[int]]) -> None:
@@ -231,7 +232,9 @@ class Policy:
                 continue
             accepted = np.zeros(size, dtype=np.bool_)
             accepted[list(path)] = True
-            self._acceptance(now, row).learn(now.logprobs[row, 1:size], now.depths[row, 1:size], accepted[1:])
+            self._acceptance(now.choices[row].arm, now.requests[row]).learn(
+                now.logprobs[row, 1:size], now.depths[row, 1:size], accepted[1:]
+            )
 
     def _time(
         self, now: _Round, names: Sequence[str], rows: int, width: int, seconds: Mapping[str, float]
@@ -297,38 +300,6 @@ class _Round:
         rates = [group.controller.rate() for group in self.groups.values()]
         known = [rate for rate in rates if rate is not None]
         return sum(known) / len(known) * len(self.requests) if len(known) == len(rates) else None
-
-
-def matched(
-    tokens: Sequence[int], parents: Sequence[int], size: int, answer: Sequence[int], nodes: int, chain: bool
-) -> tuple[int, int]:
-    """How many tokens of an answer a tree held, and with how many nodes.
-
-    Args:
-        tokens, parents, size: of a tree, as in `DraftTree`.
-        answer: the tokens that follow the root.
-        nodes: only so many nodes besides the root count.
-        chain: only the path of each node's first child counts, whatever its length.
-    """
-    children: dict[tuple[int, int], int] = {}
-    first: dict[int, int] = {}
-    for place in range(1, size if chain else min(size, nodes + 1)):
-        children[parents[place], tokens[place]] = place
-        first.setdefault(parents[place], place)
-    used = len(children)
-    if chain:
-        spine, node = {0}, 0
-        while node in first:
-            node = first[node]
-            spine.add(node)
-        used = len(spine) - 1
-        children = {key: place for key, place in children.items() if place in spine}
-    node = count = 0
-    for token in answer:
-        if (node, token) not in children:
-            break
-        node, count = children[node, token], count + 1
-    return count, used
 
 
 def _names(arms: Any) -> list[str]:
