@@ -45,8 +45,8 @@ class Turning(Policy):
             [Arm("tree", ("scripted", "lookup")), Arm("chain", ("lookup",)), OFF, Arm("tree", ("scripted",))]
         )
 
-    def plan(self, requests, contexts):
-        choices = super().plan(requests, contexts)
+    def plan(self, requests, contexts, fresh=()):
+        choices = super().plan(requests, contexts, fresh)
         arm = next(self.arms)
         choices = [Choice(arm, choice.budget or 8) for choice in choices]
         self._round.choices = choices

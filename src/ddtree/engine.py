@@ -269,7 +269,8 @@ class Engine:
         requests = [sequence.request for sequence in self.running]
         if self._planned:
             assert self.policy is not None
-            return self.policy.plan(requests, [len(sequence.tokens) - 1 for sequence in self.running])
+            contexts = [len(sequence.tokens) - 1 for sequence in self.running]
+            return self.policy.plan(requests, contexts, [not s.stats.rounds for s in self.running])
         return [request.fixed() for request in requests]
 
     def _draft(self, choices: list[Choice]) -> DraftTree:

@@ -15,14 +15,15 @@ EXPLORATION = 0.03
 _LEVEL_MEMORY = 48.0
 _SHARE_MEMORY = 128.0
 _TIMES = 25
-_TRUTH_MEMORY, _TRUTH_DOUBT = 512.0, 4.0
+_TOLD_MEMORY = _CAREER_MEMORY = 512.0
 _LOUDEST = 0.1
 _FIRST_DWELL, _DWELL = 32, 8
 _EVERY = 4
 _MARGIN = 1.03
 _SWITCHES = 64
-_HARDLY = 8
+_HARDLY = 4
 _CURIOUS = 64
+_LONGEST = 16
 _DOUBT = 4.0
 _UNHEARD = 1024
 
@@ -36,7 +37,6 @@ class Figures:
         share: its tokens a round over those of the full arm in the same rounds, seen so often.
         nodes: drafted nodes a row and round.
         slowness: measured over predicted seconds of its rounds, in proportion to those about them.
-        truth: tokens made over tokens expected of its trees.
         told: rounds that its tokens are known from.
         last: the round that used it last.
     """
@@ -47,10 +47,7 @@ class Figures:
     slowness: float = 1.0
     seen: float = 0.0
     last: int = 0
-    truth: float = 1.0
     told: float = 0.0
-    _made: float = 0.0
-    _expected: float = 0.0
     _own: float = 0.0
     _full: float = 0.0
     _scatter: float = 0.0
@@ -63,23 +60,12 @@ class Figures:
         self.share = self._own / self._full
         self._scatter = self._scatter * keep + (tokens - self.share * full) ** 2
         self.seen = self.seen * keep + 1
-        self.nodes += (nodes - self.nodes) / self.seen
+        self.nodes += (nodes - self.nodes) / min(self.seen, _LEVEL_MEMORY)
 
     @property
     def error(self) -> float:
         """Standard error of the share, in proportion to it."""
         return math.sqrt(self._scatter) / self._own if self._own else 0.0
-
-    def correct(self, tokens: float, expected: float) -> float:
-        """What a round was worth by its tree's probabilities, as far as they have come true so far.
-
-        That varies far less than the tokens it happened to make.
-        """
-        keep = 1 - 1 / _TRUTH_MEMORY
-        self._made, self._expected = self._made * keep + tokens, self._expected * keep + expected
-        doubt = _TRUTH_DOUBT * expected
-        self.truth = (self._made + doubt) / (self._expected + doubt)
-        return expected * self.truth
 
     def time(self, ratio: float) -> None:
         """Measured over predicted seconds of a round; the median of the last ones counts, so bursts do not."""
@@ -108,9 +94,9 @@ class Controller:
     it, since the answer is then known. So arms are compared on the same rounds, as shares of the full arm's tokens, and
     one rolling level says how many those are now. "off" makes one token a round.
 
-    The arm in use is left for another only after 8 rounds, and when the other is faster by 3 % and by more than the luck
-    of the rounds so far may explain; for "off" not within the first 32. At most 3 % of the rounds go to another arm: to
-    the full one, to keep level and shares true, or to "off" while its time is not known.
+    The arm in use is left only after 8 rounds, for one that is faster by 3 % and by more than luck may explain; for "off"
+    not within the first 32. At most 3 % of the rounds go to another arm: to the full one, to keep level and shares true,
+    or to "off" while its time is not known.
 
     Args:
         arms: the full one first.
@@ -120,7 +106,7 @@ class Controller:
     def __init__(self, arms: Sequence[Arm], seconds: Callable[[Arm, float], float]) -> None:
         self.figures = {arm: Figures() for arm in arms}
         self.current = self._full = arms[0]
-        self.level = 1.0
+        self.level = self._career = 1.0
         self.rounds = 0
         self.explored = 0
         self.switches: deque[Switch] = deque(maxlen=_SWITCHES)
@@ -141,32 +127,36 @@ class Controller:
                 return other
         return self.current
 
+    def renew(self, part: float) -> None:
+        """A new sequence joins, and is a part of the rows: what the last ones were like says little of it.
+
+        It begins with the level that this kind of request has had in the long run.
+        """
+        if self.rounds > _FIRST_DWELL:
+            self.level += (self._career - self.level) * part
+            if part > 0.5:
+                self._reconsider()
+
     def learn(
-        self,
-        arm: Arm,
-        tokens: float,
-        nodes: float,
-        foretold: Mapping[Arm, tuple[float, float]],
-        expected: float | None = None,
+        self, arm: Arm, tokens: float, nodes: float, foretold: Mapping[Arm, tuple[float, float]]
     ) -> None:
         """A round of an arm made `tokens` a row with `nodes` a row.
 
         Args:
-            expected: tokens a row to be expected of its trees, when that is known.
             foretold: tokens and nodes that other arms would have had in the same round, where that is known.
         """
-        self.figures[arm].rounds += 1
-        self.figures[arm].last = self.rounds
-        self.figures[arm].told = min(self.figures[arm].told + 1, _TRUTH_MEMORY)
+        figures = self.figures[arm]
+        figures.rounds += 1
+        figures.last = self.rounds
+        figures.told = min(figures.told + 1, _TOLD_MEMORY)
+        if arm == OFF:
+            return
         if arm == self._full:
             for other, (made, used) in {**foretold, arm: (tokens, nodes)}.items():
                 self.figures[other].compare(made, tokens, used)
-        elif arm != OFF:
-            figures = self.figures[arm]
+        else:
             figures.nodes += (nodes - figures.nodes) / _LEVEL_MEMORY
-        if arm != OFF:
-            worth = tokens if expected is None else self.figures[arm].correct(tokens, expected)
-            self._relevel(worth / self.figures[arm].share)
+        self._relevel(tokens / figures.share)
 
     def curious(self, played: Arm) -> bool:
         """Whether a round of that arm should tell what others would have made of it."""
@@ -242,12 +232,13 @@ class Controller:
     def _relevel(self, tokens: float) -> None:
         """Old levels fade with the rounds since; one round is never heard louder than a tenth."""
         if self._levelled is None:
-            self.level = tokens
+            self.level = self._career = tokens
         else:
             elapsed = self.rounds - self._levelled
             early = 1 / (1 + self.figures[self._full].seen)
             weight = max(early, min(_LOUDEST, 1 - math.exp(-elapsed / _LEVEL_MEMORY)))
             self.level += (tokens - self.level) * weight
+            self._career += (tokens - self._career) * max(early, min(elapsed, _LONGEST) / _CAREER_MEMORY)
         self._levelled = self.rounds
 
     def _reconsider(self) -> None:

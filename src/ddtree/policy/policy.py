@@ -22,6 +22,7 @@ Proposals = Sequence[tuple[str, DraftTree]]
 
 _LEAST_CAP = 8
 _FIRST_CAP = 16
+_TRUSTED = 300.0
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,15 @@ class Policy:
         self._groups: dict[tuple[Request, int], _Group] = {}
         self._round: _Round | None = None
 
-    def plan(self, requests: Sequence[Request], contexts: Sequence[int]) -> list[Choice]:
+    def plan(
+        self, requests: Sequence[Request], contexts: Sequence[int], fresh: Sequence[bool] = ()
+    ) -> list[Choice]:
         """The arm and the most nodes of each row.
 
         Args:
             requests: of each row.
             contexts: committed tokens of each row.
+            fresh: which rows are in their first round; none by default.
         """
         load = _load(len(requests))
         context = sum(contexts) / len(contexts)
@@ -87,6 +91,9 @@ class Policy:
             for request in dict.fromkeys(requests)
             if request.automatic
         }
+        for request, new in zip(requests, fresh, strict=False):
+            if new and request in groups:
+                groups[request].controller.renew(1 / len(requests))
         chosen = {request: group.choose() for request, group in groups.items()}
         choices = [chosen.get(request) or request.fixed() for request in requests]
         self._round = _Round(list(requests), choices, groups, context)
@@ -151,8 +158,10 @@ class Policy:
             tokens = sum(len(paths[row]) for row in mine) / len(mine)
             nodes = sum(tree.sizes[row] - 1 for row in mine) / len(mine)
             foretold = self._foretold(now, group.controller, mine, answers)
-            expected = sum(now.expected[row] for row in mine) / len(mine) if now.expected else None
-            group.controller.learn(arm, tokens, nodes, foretold, expected)
+            if now.expected:
+                expected = sum(now.expected[row] for row in mine) / len(mine)
+                tokens = believed(expected, tokens, self._acceptance(arm, request))
+            group.controller.learn(arm, tokens, nodes, foretold)
             if len(mine) == rows:
                 predicted = self.costs.round(width - 1, rows, now.context, arm.members, now.sampled)
                 group.controller.time(arm, sum(seconds[part] for part in _ROUND) / predicted)
@@ -179,8 +188,10 @@ class Policy:
                     line[: len(own.depths)] = known.calibrated(own.logprobs, own.depths)
                     known.learn(own.logprobs, own.depths, own.accepted)
                 seconds = self.costs.rounds(widest, len(rows), now.context, (name,), now.sampled)
-                width = best_width(gains(probabilities), seconds, now.rate())
-                tokens = sum(1 + int(own.accepted[:width].sum()) for own in outcomes) / len(rows)
+                expected = gains(probabilities)
+                width = best_width(expected, seconds, now.rate())
+                made = sum(1 + int(own.accepted[:width].sum()) for own in outcomes) / len(rows)
+                tokens = believed(float(expected[width]) / len(rows), made, known)
                 foretold[arm] = tokens, sum(min(width, len(own.depths)) for own in outcomes) / len(rows)
         return foretold
 
@@ -300,6 +311,13 @@ class _Round:
         rates = [group.controller.rate() for group in self.groups.values()]
         known = [rate for rate in rates if rate is not None]
         return sum(known) / len(known) * len(self.requests) if len(known) == len(rates) else None
+
+
+def believed(expected: float, made: float, known: Acceptance) -> float:
+    """What a round was worth: by its tree's calibrated probabilities, once they have seen enough, which scatter far
+    less than the tokens it happened to make."""
+    trust = known.seen / (known.seen + _TRUSTED)
+    return trust * expected + (1 - trust) * made
 
 
 def _names(arms: Any) -> list[str]:
