@@ -300,3 +300,12 @@ def test_the_callers_row_is_left_alone():
     before = replace(wanted, tokens=list(wanted.tokens))
     draft(Lookup(), wanted)
     assert wanted == before
+
+
+def test_nodes_below_the_floor_are_not_drafted():
+    tokens = text(60)
+    drafter = Lookup()
+    whole = draft(drafter, row(tokens, 40)).logprobs[0].tolist()
+    floor = sorted(whole)[len(whole) // 2]
+    cut = draft(drafter, row(tokens, 40, floor=floor)).logprobs[0].tolist()
+    assert 1 < len(cut) < len(whole) and cut == [score for score in whole if score >= floor]

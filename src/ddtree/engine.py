@@ -298,6 +298,7 @@ class Engine:
             choice.arm.method == "chain",
             None if sequence.params.greedy else sequence.sampler.noise,
             sequence.params.temperature,
+            choice.floor,
             choice.arm.members,
         )
 

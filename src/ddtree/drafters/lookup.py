@@ -112,7 +112,7 @@ class Lookup:
             if nodes.depths[node] < row.depth:
                 position = len(row.tokens) + nodes.depths[node]
                 wait(node, 0, self._children(contexts[node], index, position, foresight))
-            if not waiting:
+            if not waiting or waiting[0][0] > -row.floor:
                 break
             cost, depth, rank, parent, children = heapq.heappop(waiting)
             token, _ = children[rank]

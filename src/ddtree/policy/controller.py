@@ -94,9 +94,9 @@ class Controller:
     it, since the answer is then known. So arms are compared on the same rounds, as shares of the full arm's tokens, and
     one rolling level says how many those are now. "off" makes one token a round.
 
-    The arm in use is left only after 8 rounds, for one that is faster by 3 % and by more than luck may explain; for "off"
-    not within the first 32. At most 3 % of the rounds go to another arm: to the full one, to keep level and shares true,
-    or to "off" while its time is not known.
+    The arm in use is left only after 8 rounds, for one that is faster by 3 % and by more than luck may explain; for
+    "off" not within the first 32. At most 3 % of rounds go to another arm: to the full one, to keep level and shares
+    true, or to "off" while its time is not known.
 
     Args:
         arms: the full one first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +24,16 @@ Proposals = Sequence[tuple[str, DraftTree]]
 _LEAST_CAP = 8
 _FIRST_CAP = 16
 _TRUSTED = 300.0
+_SAFE = 0.5  # a drafter's probability may be too low by so much
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a row is drafted this round: with this arm, and at most so many nodes."""
+    """How a row is drafted this round: with this arm, and at most so many nodes, of this log-probability or more."""
 
     arm: Arm
     budget: int
+    floor: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -123,13 +126,18 @@ class Policy:
         # What has a fixed budget is verified whatever the others do.
         least = max((size for row, size in enumerate(tree.sizes) if row not in open_rows), default=1) - 1
         seconds = self.costs.rounds(widest - 1, len(tree.sizes), now.context, names, now.sampled)
-        width = least + best_width(expected[least:], seconds[least:], now.rate())
+        rate = now.rate()
+        width = least + best_width(expected[least:], seconds[least:], rate)
         budgets = [
             min(width, size - 1) if row in open_rows else size - 1 for row, size in enumerate(tree.sizes)
         ]
         now.expected = (1 + probabilities[:, :width].sum(axis=1)).tolist()
+        least_gain = 0.0
+        if rate is not None and len(seconds) > 2:
+            least_gain = _SAFE * rate * float(np.diff(seconds[1:]).min()) / len(tree.sizes)
+        floor = math.log(least_gain) if least_gain > 0 else -math.inf
         for row in open_rows:
-            now.groups[now.requests[row]].chosen(width)
+            now.groups[now.requests[row]].chosen(width, floor)
         return tree.truncate(budgets)
 
     def learn(
@@ -269,6 +277,7 @@ class _Group:
         self._fixed = None if request.budget == "auto" else request.budget
         self._cap = _FIRST_CAP
         self._lately = 0.0
+        self._floor = -math.inf
         self.controller = Controller(
             arms_for(request.method, request.members),
             lambda arm, nodes: policy.costs.round(
@@ -280,10 +289,11 @@ class _Group:
         arm = self.controller.choose()
         if arm == OFF:
             return Choice(OFF, 0)
-        return Choice(arm, self._cap if self._fixed is None else self._fixed)
+        return Choice(arm, self._cap, self._floor) if self._fixed is None else Choice(arm, self._fixed)
 
-    def chosen(self, width: int) -> None:
+    def chosen(self, width: int, floor: float) -> None:
         """A tree should be drafted somewhat larger than those that pay, no more: building it costs time."""
+        self._floor = floor
         self._lately = max(float(width), self._lately + (width - self._lately) * 0.1)
         self._cap = min(MAX_BUDGET, max(_LEAST_CAP, round(self._lately * 1.5) + 1))
 
