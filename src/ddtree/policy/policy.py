@@ -24,7 +24,7 @@ Proposals = Sequence[tuple[str, DraftTree]]
 _LEAST_CAP = 8
 _FIRST_CAP = 16
 _TRUSTED = 300.0
-_SAFE = 0.5  # a drafter's probability may be too low by so much
+_SAFE = 0.7  # a drafter's probability may be too low by so much
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class _Group:
         """A tree should be drafted somewhat larger than those that pay, no more: building it costs time."""
         self._floor = floor
         self._lately = max(float(width), self._lately + (width - self._lately) * 0.1)
-        self._cap = min(MAX_BUDGET, max(_LEAST_CAP, round(self._lately * 1.5) + 1))
+        self._cap = min(MAX_BUDGET, max(_LEAST_CAP, round(self._lately * 1.25) + 2))
 
 
 @dataclass
