@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ddtree.policy.arms import OFF, Arm, arms_for
-from ddtree.policy.controller import EXPLORATION, Controller
+from ddtree.policy.controller import EXPLORATION, Controller, Figures, Made
 
 FULL, DFLASH, LOOKUP = Arm("tree", ("dflash", "lookup")), Arm("tree", ("dflash",)), Arm("tree", ("lookup",))
 SECONDS = {FULL: 0.034, DFLASH: 0.033, LOOKUP: 0.028, OFF: 0.023}
@@ -22,10 +22,9 @@ def play(control, rounds, tokens, slowness=None, seed=0):
         arm = control.choose()
         luck = random.random()
         made = {other: 1 + float(random.poisson((mean - 1) * (0.5 + luck))) for other, mean in tokens.items()}
-        foretold = (
-            {other: (made[other], 8.0) for other in (DFLASH, LOOKUP) if other != arm} if arm == FULL else {}
-        )
-        control.learn(arm, made.get(arm, 1.0), 8.0 * (arm != OFF), foretold)
+        others = [other for other in (DFLASH, LOOKUP) if other != arm and arm == FULL]
+        foretold = {other: Made(made[other], 8.0) for other in others}
+        control.learn(arm, Made(made.get(arm, 1.0), 8.0 * (arm != OFF)), foretold)
         control.time(arm, (slowness or {}).get(arm, 1.0))
         played.append(arm)
     return played
@@ -83,6 +82,15 @@ def test_measured_time_counts_more_than_predicted():
     control = controller((DFLASH, OFF))
     play(control, 1000, {DFLASH: 1.8}, slowness={DFLASH: 1.6, OFF: 1.0})
     assert control.current == OFF
+
+
+def test_probabilities_that_do_not_come_true_are_soon_believed_no_more():
+    figures = Figures()
+    for _ in range(30):
+        worth = figures.worth(Made(tokens=1.0, nodes=9.0, expected=1.8))
+    assert worth < 1.12
+    scattered = [Figures().worth(Made(tokens, 9.0, 1.8)) for tokens in (1.0, 6.0)]
+    assert scattered[1] - scattered[0] < 1.1
 
 
 def test_state_and_switches_can_be_read():

@@ -16,6 +16,7 @@ _LEVEL_MEMORY = 48.0
 _SHARE_MEMORY = 128.0
 _TIMES = 25
 _TOLD_MEMORY = _CAREER_MEMORY = 512.0
+_TRUTH_MEMORY, _TRUTH_DOUBT = 256.0, 4.0
 _LOUDEST = 0.1
 _FIRST_DWELL, _DWELL = 32, 8
 _EVERY = 4
@@ -26,6 +27,21 @@ _CURIOUS = 64
 _LONGEST = 16
 _DOUBT = 4.0
 _UNHEARD = 1024
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a round made, or would have made, a row.
+
+    Attributes:
+        tokens: accepted tokens + 1.
+        nodes: drafted nodes.
+        expected: tokens by the trees' calibrated probabilities; None when unknown.
+    """
+
+    tokens: float
+    nodes: float
+    expected: float | None = None
 
 
 @dataclass
@@ -48,6 +64,8 @@ class Figures:
     seen: float = 0.0
     last: int = 0
     told: float = 0.0
+    _hits: float = 0.0
+    _hoped: float = 0.0
     _own: float = 0.0
     _full: float = 0.0
     _scatter: float = 0.0
@@ -66,6 +84,19 @@ class Figures:
     def error(self) -> float:
         """Standard error of the share, in proportion to it."""
         return math.sqrt(self._scatter) / self._own if self._own else 0.0
+
+    def worth(self, made: Made) -> float:
+        """Tokens of a round by its trees' probabilities, as far as these have come true lately.
+
+        That scatters far less than the tokens it happened to make.
+        """
+        if made.expected is None:
+            return made.tokens
+        keep, hoped = 1 - 1 / _TRUTH_MEMORY, made.expected - 1
+        self._hits, self._hoped = self._hits * keep + made.tokens - 1, self._hoped * keep + hoped
+        doubt = _TRUTH_DOUBT * hoped
+        truth = (self._hits + doubt) / (self._hoped + doubt) if self._hoped + doubt > 0 else 1.0
+        return 1 + hoped * truth
 
     def time(self, ratio: float) -> None:
         """Measured over predicted seconds of a round; the median of the last ones counts, so bursts do not."""
@@ -137,26 +168,22 @@ class Controller:
             if part > 0.5:
                 self._reconsider()
 
-    def learn(
-        self, arm: Arm, tokens: float, nodes: float, foretold: Mapping[Arm, tuple[float, float]]
-    ) -> None:
-        """A round of an arm made `tokens` a row with `nodes` a row.
-
-        Args:
-            foretold: tokens and nodes that other arms would have had in the same round, where that is known.
-        """
+    def learn(self, arm: Arm, made: Made, foretold: Mapping[Arm, Made]) -> None:
+        """What a round of an arm made, and what others would have made of it, where that is known."""
         figures = self.figures[arm]
         figures.rounds += 1
         figures.last = self.rounds
         figures.told = min(figures.told + 1, _TOLD_MEMORY)
         if arm == OFF:
             return
+        worth = figures.worth(made)
         if arm == self._full:
-            for other, (made, used) in {**foretold, arm: (tokens, nodes)}.items():
-                self.figures[other].compare(made, tokens, used)
+            figures.compare(worth, worth, made.nodes)
+            for other, own in foretold.items():
+                self.figures[other].compare(self.figures[other].worth(own), worth, own.nodes)
         else:
-            figures.nodes += (nodes - figures.nodes) / _LEVEL_MEMORY
-        self._relevel(tokens / figures.share)
+            figures.nodes += (made.nodes - figures.nodes) / _LEVEL_MEMORY
+        self._relevel(worth / figures.share)
 
     def curious(self, played: Arm) -> bool:
         """Whether a round of that arm should tell what others would have made of it."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ddtree.policy.acceptance import Acceptance
 from ddtree.policy.arms import OFF, Arm, AutoBudget, AutoMethod, arms_for
 from ddtree.policy.budget import best_width, gains
-from ddtree.policy.controller import Controller
+from ddtree.policy.controller import Controller, Made
 from ddtree.policy.costs import Costs, marked
 from ddtree.policy.foretell import outcome
 from ddtree.policy.latency import LatencyModel
@@ -23,7 +23,6 @@ Proposals = Sequence[tuple[str, DraftTree]]
 
 _LEAST_CAP = 8
 _FIRST_CAP = 16
-_TRUSTED = 300.0
 _SAFE = 0.7  # a drafter's probability may be too low by so much
 
 
@@ -166,10 +165,8 @@ class Policy:
             tokens = sum(len(paths[row]) for row in mine) / len(mine)
             nodes = sum(tree.sizes[row] - 1 for row in mine) / len(mine)
             foretold = self._foretold(now, group.controller, mine, answers)
-            if now.expected:
-                expected = sum(now.expected[row] for row in mine) / len(mine)
-                tokens = believed(expected, tokens, self._acceptance(arm, request))
-            group.controller.learn(arm, tokens, nodes, foretold)
+            expected = sum(now.expected[row] for row in mine) / len(mine) if now.expected else None
+            group.controller.learn(arm, Made(tokens, nodes, expected), foretold)
             if len(mine) == rows:
                 predicted = self.costs.round(width - 1, rows, now.context, arm.members, now.sampled)
                 group.controller.time(arm, sum(seconds[part] for part in _ROUND) / predicted)
@@ -178,8 +175,8 @@ class Policy:
 
     def _foretold(
         self, now: _Round, controller: Controller, rows: Sequence[int], answers: Sequence[Sequence[int]]
-    ) -> dict[Arm, tuple[float, float]]:
-        """Tokens and nodes that arms of a single drafter would have had, each with the nodes that pay for it."""
+    ) -> dict[Arm, Made]:
+        """What arms of a single drafter would have made, each with the nodes that pay for it."""
         played = now.choices[rows[0]].arm
         if not controller.curious(played):
             return {}
@@ -199,8 +196,8 @@ class Policy:
                 expected = gains(probabilities)
                 width = best_width(expected, seconds, now.rate())
                 made = sum(1 + int(own.accepted[:width].sum()) for own in outcomes) / len(rows)
-                tokens = believed(float(expected[width]) / len(rows), made, known)
-                foretold[arm] = tokens, sum(min(width, len(own.depths)) for own in outcomes) / len(rows)
+                nodes = sum(min(width, len(own.depths)) for own in outcomes) / len(rows)
+                foretold[arm] = Made(made, nodes, float(expected[width]) / len(rows))
         return foretold
 
     def state(self) -> dict[str, Any]:
@@ -321,13 +318,6 @@ class _Round:
         rates = [group.controller.rate() for group in self.groups.values()]
         known = [rate for rate in rates if rate is not None]
         return sum(known) / len(known) * len(self.requests) if len(known) == len(rates) else None
-
-
-def believed(expected: float, made: float, known: Acceptance) -> float:
-    """What a round was worth: by its tree's calibrated probabilities, once they have seen enough, which scatter far
-    less than the tokens it happened to make."""
-    trust = known.seen / (known.seen + _TRUSTED)
-    return trust * expected + (1 - trust) * made
 
 
 def _names(arms: Any) -> list[str]:
