@@ -75,6 +75,7 @@ def write(file: Path, values: Any) -> None:
         handle, partial = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".partial")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
+        os.chmod(partial, 0o644)  # others may read what lies in a drafter's folder
         os.replace(partial, file)
     except OSError as error:
         if partial is not None:
