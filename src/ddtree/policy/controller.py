@@ -11,22 +11,26 @@ from typing import Any
 
 from ddtree.policy.arms import OFF, Arm
 
-EXPLORATION = 0.03
-_LEVEL_MEMORY = 48.0
-_SHARE_MEMORY = 128.0
-_TIMES = 25
-_TOLD_MEMORY = _CAREER_MEMORY = 512.0
-_TRUTH_MEMORY, _TRUTH_DOUBT = 256.0, 4.0
-_LOUDEST = 0.1
-_FIRST_DWELL, _DWELL = 32, 8
-_EVERY = 4
-_MARGIN = 1.03
+EXPLORATION = 0.03  # most rounds that go to another arm than the one in use
+_MARGIN = 1.03  # least lead of an arm that is switched to
+_DWELL, _FIRST_DWELL = 8, 32  # rounds before a switch; before the first one to "off"
+_EVERY = 4  # rounds between two looks at the arms
+_LEVEL_MEMORY, _CAREER_MEMORY = (
+    48.0,
+    512.0,
+)  # rounds that the present level, and the one of the long run, look back
+_LOUDEST = 0.1  # most that one round counts in the level
+_LONGEST = 16  # most rounds that one drafted round speaks for in the long run
+_SHARE_MEMORY = 128.0  # rounds over which arms are compared
+_CURIOUS = 64  # rounds of the full arm before not every one is asked about the others
+_TRUTH_MEMORY, _TRUTH_DOUBT = (
+    256.0,
+    4.0,
+)  # rounds; those that probabilities are taken to have come true at first
+_TOLD_MEMORY = 512.0
+_TIMES, _TIMES_DOUBT = 25, 4.0  # rounds that an arm's slowness is the median of; those it is doubted against
+_HARDLY, _UNHEARD = 4, 1024  # times too few to know "off" by; rounds after which it is tried again
 _SWITCHES = 64
-_HARDLY = 4
-_CURIOUS = 64
-_LONGEST = 16
-_DOUBT = 4.0
-_UNHEARD = 1024
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,12 @@ class Figures:
 
     Attributes:
         rounds: rounds decoded with it.
-        share: its tokens a round over those of the full arm in the same rounds, seen so often.
+        share: its tokens a round over those of the full arm in the same rounds.
         nodes: drafted nodes a row and round.
         slowness: measured over predicted seconds of its rounds, in proportion to those about them.
-        told: rounds that its tokens are known from.
+        seen: rounds that the share is known from.
         last: the round that used it last.
+        told: its own rounds that count.
     """
 
     rounds: int = 0
@@ -206,7 +211,7 @@ class Controller:
         figures = self.figures[arm]
         tokens = 1.0 if arm == OFF else max(1.0, self.level * figures.share)
         # An arm hardly timed is taken to be as slow, against its prediction, as the one in use.
-        trust = figures.timed / (figures.timed + _DOUBT)
+        trust = figures.timed / (figures.timed + _TIMES_DOUBT)
         slowness = trust * figures.slowness + (1 - trust) * self.figures[self.current].slowness
         return tokens / (self._seconds(arm, figures.nodes) * slowness)
 
