@@ -71,14 +71,14 @@ def successors(
     entries, word, found = index.entries, 0, []
     for token in reversed(context):
         word = extend_hash(word, token)
-        own, static = entries.get(word), table.find(word) if table else None
+        own, static = entries.get(word), table.find(word, _WIDTH) if table else None
         if own is None and static is None:
             break
         found.append((own, static))
     scores: dict[int, float] = {}
     left = 1.0
     for own, static in reversed(found):
-        mass, different = (static.total, len(static.tokens)) if static else (0.0, 1)
+        mass, different = (static.total, static.different) if static else (0.0, 1)
         if isinstance(own, int):
             mass += weight
         elif own is not None:
@@ -92,7 +92,7 @@ def successors(
             for token, count in islice(reversed(own[1].items()), _WIDTH):
                 scores[token] = scores.get(token, 0.0) + share * weight * count
         if static:
-            for token, count in zip(static.tokens[:_WIDTH], static.counts, strict=False):
+            for token, count in zip(static.tokens, static.counts, strict=True):
                 scores[token] = scores.get(token, 0.0) + share * count
         if left < _NEGLIGIBLE:
             break

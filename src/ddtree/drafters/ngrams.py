@@ -44,9 +44,10 @@ def extend_hash(word: int, token: int) -> int:
 
 
 class Successors(NamedTuple):
-    """What followed a context: how often in all, and the most frequent tokens with their counts."""
+    """What followed a context: how often in all, how many tokens are kept, and the first of them with their counts."""
 
     total: int
+    different: int
     tokens: list[int]
     counts: list[int]
 
@@ -124,16 +125,17 @@ class NgramTable:
             raise CheckpointError(f"{path} is damaged: {fault}; build it again with `ddtree train`")
         return NgramTable(arrays, order, coupling)
 
-    def find(self, word: int) -> Successors | None:
-        """What followed the context with this 64-bit hash; None for an unknown one."""
+    def find(self, word: int, most: int = MAX_SUCCESSORS) -> Successors | None:
+        """What followed the context with this 64-bit hash, the `most` frequent tokens; None for an unknown one."""
         key = word >> 32
         at = self._many.find(key)
         if at >= 0:
-            start, stop = self._offsets[at], self._offsets[at + 1]
+            start, end = self._offsets[at], self._offsets[at + 1]
+            stop = min(end, start + most)
             tokens, counts = self._tokens[start:stop].tolist(), self._counts[start:stop].tolist()
-            return Successors(self._totals[at], tokens, counts)
+            return Successors(self._totals[at], end - start, tokens, counts)
         at = self._single.find(key)
-        return None if at < 0 else Successors(1, [self._single_tokens[at]], [1])
+        return None if at < 0 else Successors(1, 1, [self._single_tokens[at]], [1])
 
     def successors(self, context: Sequence[int]) -> Successors | None:
         """What followed a context of at most `max_order` tokens; None for an unknown one."""
