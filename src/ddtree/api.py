@@ -288,11 +288,13 @@ class Model:
         engine = self.engine
         if engine.policy is None and engine.drafter is not None:
             wanted = store.key(engine.target, engine.drafter)
-            latency = store.load(wanted)
-            if latency is None and engine.idle:
-                latency = store.obtain(
+            latency = (
+                store.obtain(
                     wanted, lambda: measure.quick(engine.target, engine.drafter, rows=engine.max_rows)
                 )
+                if engine.idle
+                else store.load(wanted)
+            )
             if latency is not None:
                 engine.policy = Policy(latency, memory.recall(wanted, self.drafter_folder))
         return engine.policy is not None

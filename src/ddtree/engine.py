@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddtree.autoregressive import AutoregressiveTarget
-from ddtree.drafters import Drafter, DraftRow
+from ddtree.drafters import Drafter, DraftRow, parts_of
 from ddtree.drafters.claims import claim, release
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
 from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Request
@@ -29,13 +29,6 @@ from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 # What the walk is told when a sequence has ended: no child carries it.
 _END = -1
-
-
-def _members(drafter: Drafter | None) -> tuple[str, ...]:
-    """Names of what drafts: several for a merged drafter."""
-    if drafter is None:
-        return ()
-    return tuple(member.name for member in getattr(drafter, "drafters", [drafter]))
 
 
 class Sequence:
@@ -111,7 +104,7 @@ class Engine:
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
         self.policy: Policy | None = None
-        self.members = _members(drafter)
+        self.members = tuple(part.name for part in parts_of(drafter))
         self.clock = Clock()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ddtree.bench.answers import Answer
-from ddtree.bench.lanes import parts
+from ddtree.drafters import parts_of
 from ddtree.drafters.draft_model import DraftModel
 from ddtree.errors import ConfigError
 from ddtree.sampling import SamplingParams
@@ -40,7 +40,7 @@ class Baseline:
         if name == "prompt-lookup":
             self._options["prompt_lookup_num_tokens"] = _LOOKUP_TOKENS
         if name == "assisted":
-            model = next((part.model for part in parts(drafter) if isinstance(part, DraftModel)), None)
+            model = next((part.model for part in parts_of(drafter) if isinstance(part, DraftModel)), None)
             if model is None:
                 raise ConfigError("baseline 'assisted' needs a draft model: give --drafter draft:MODEL")
             self._options["assistant_model"] = model.model

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddtree.bench.answers import Answer
 from ddtree.bench.cells import Cell
+from ddtree.drafters import parts_of
 from ddtree.drafters.dflash import PLAIN
 from ddtree.drafters.merged import Merged
 from ddtree.engine import Engine
@@ -69,27 +70,20 @@ class Lane:
         ]
 
 
-def parts(drafter: Any) -> list[Any]:
-    """The drafters that a drafter merges, or itself; none of none."""
-    if drafter is None:
-        return []
-    return list(getattr(drafter, "drafters", [drafter]))
-
-
 def chosen(cell: Cell, drafter: Any) -> Any:
     """What drafts for a cell: nothing, the whole drafter, or some of its parts."""
     if cell.method == "off":
         return None
     if cell.members is None:
         return drafter
-    named = [part for part in parts(drafter) if part.name in cell.members]
+    named = [part for part in parts_of(drafter) if part.name in cell.members]
     return named[0] if len(named) == 1 else Merged(named)
 
 
 @contextmanager
 def _coupling(drafter: Any, coupled: bool) -> Iterator[None]:
     """Inside the block, a drafter that shall not look at the noise does not."""
-    changed = [] if coupled else [part for part in parts(drafter) if hasattr(part, "coupling")]
+    changed = [] if coupled else [part for part in parts_of(drafter) if hasattr(part, "coupling")]
     before = [part.coupling for part in changed]
     for part in changed:
         part.coupling = PLAIN

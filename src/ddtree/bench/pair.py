@@ -9,7 +9,8 @@ from ddtree.api import Model
 from ddtree.bench.answers import Way
 from ddtree.bench.baselines import Baseline
 from ddtree.bench.cells import parse_all
-from ddtree.bench.lanes import Lane, chosen, parts
+from ddtree.bench.lanes import Lane, chosen
+from ddtree.drafters import parts_of
 from ddtree.errors import PromptError
 from ddtree.policy import Policy, measure, memory, store
 from ddtree.policy.acceptance import Acceptance
@@ -33,7 +34,7 @@ class Pair:
     @property
     def members(self) -> list[str]:
         """Names of the drafters."""
-        return [part.name for part in parts(self.drafter)]
+        return [part.name for part in parts_of(self.drafter)]
 
     def ways(self, cells: Sequence[str], baselines: Sequence[str]) -> list[Way]:
         """Cells and baselines, plain decoding first. Raises ConfigError for unknown ones."""

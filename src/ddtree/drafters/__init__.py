@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -56,3 +56,8 @@ class Drafter(Protocol):
 
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
         """Propose a tree for each row, 0..R-1. Has no effect on later drafts: only `observe` moves a row on."""
+
+
+def parts_of(drafter: Any) -> list[Any]:
+    """The drafters that a drafter merges, or itself; none of None."""
+    return [] if drafter is None else list(getattr(drafter, "drafters", [drafter]))

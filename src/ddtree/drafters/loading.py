@@ -9,7 +9,7 @@ from typing import Any
 
 from ddtree.demo import NAME as DEMO
 from ddtree.demo import resolve_drafter
-from ddtree.drafters import Drafter
+from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters import dflash as dflash_drafter
 from ddtree.drafters.checkpoint import locate
 from ddtree.drafters.draft_model import DraftModel
@@ -53,7 +53,7 @@ def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
             raise ConfigError(
                 f"drafter={list(spec)!r} must hold drafters to merge: give at least one, and no none"
             )
-        flat = [inner for part in parts for inner in getattr(part, "drafters", [part])]
+        flat = [inner for part in parts for inner in parts_of(part)]
         return flat[0] if len(flat) == 1 else Merged(flat)
     if not isinstance(spec, str | PathLike):
         if all(hasattr(spec, name) for name in ("add_row", "drop_row", "observe", "draft")):

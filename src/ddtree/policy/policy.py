@@ -119,7 +119,7 @@ class Policy:
         open_rows = [row for row, request in enumerate(now.requests) if request.budget == "auto"]
         if not open_rows:
             return tree
-        now.logprobs, now.depths = tree.logprobs.cpu().numpy(), tree.depths.cpu().numpy()
+        now.read(tree)
         probabilities = np.stack([self._probabilities(now, row) for row in range(len(now.requests))])
         expected = gains(probabilities)
         # What has a fixed budget is verified whatever the others do.
@@ -230,7 +230,7 @@ class Policy:
         assert now.logprobs is not None and now.depths is not None
         logprobs, depths = now.logprobs[row, 1:], now.depths[row, 1:]
         known = self._acceptance(now.choices[row].arm, now.requests[row])
-        values = np.exp(logprobs) if known is None else known.calibrated(logprobs, depths)
+        values = known.calibrated(logprobs, depths)
         values[now.sizes[row] - 1 :] = 0
         return values
 
@@ -240,8 +240,8 @@ class Policy:
 
     def _accept(self, now: _Round, tree: DraftTree, paths: Sequence[Sequence[int]]) -> None:
         if now.logprobs is None:
-            now.logprobs, now.depths = tree.logprobs.cpu().numpy(), tree.depths.cpu().numpy()
-        assert now.depths is not None
+            now.read(tree)
+        assert now.logprobs is not None and now.depths is not None
         for row, path in enumerate(paths):
             size = tree.sizes[row]
             if size == 1:
@@ -308,6 +308,10 @@ class _Round:
     sizes: Sequence[int] = (1,)
     logprobs: NDArray[np.float32] | None = None
     depths: NDArray[np.int64] | None = None
+
+    def read(self, tree: DraftTree) -> None:
+        """Keep a tree's columns as arrays."""
+        self.logprobs, self.depths = tree.logprobs.cpu().numpy(), tree.depths.cpu().numpy()
 
     @property
     def sampled(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ddtree.demo import cache_folder
+from ddtree.drafters import parts_of
 from ddtree.errors import ConfigError
 from ddtree.policy.latency import CUT_SHORT, LatencyModel
 from ddtree.policy.machine import device_name
@@ -28,11 +29,10 @@ _IDLE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "archi
 def key(target: Any, drafter: Any = None) -> Key:
     """What a latency model of a `Target` and its drafter holds for: the two, device, dtype, threads, release."""
     config = {name: value for name, value in target.config.to_dict().items() if name not in _IDLE}
-    parts = getattr(drafter, "drafters", [] if drafter is None else [drafter])
     return {
         "target": target.config.model_type,
         "target_config": _digest(config),
-        "drafters": [f"{part.name} ({_size(part):,} weights)" for part in parts],
+        "drafters": [f"{part.name} ({_size(part):,} weights)" for part in parts_of(drafter)],
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
