@@ -109,7 +109,8 @@ def our_rounds(network: DFlashNet, features: Tensor, slots: Tensor) -> list[Tens
         cache.commit([list(range(stop - start))])
         width = cache.open(0, 1, len(block))
         positions = torch.arange(stop, width)[None]
-        hidden.append(network.block(block[None], positions, cache, torch.arange(width)[None], None)[0])
+        states = network.block(block[None], positions, cache, torch.arange(width)[None], None)
+        hidden.append(network.norm(states)[0])
         start = stop
     return hidden
 

@@ -301,8 +301,8 @@ def test_copies_of_the_targets_weights_are_not_kept(folder, target):
         tensors["lm_head.weight"] = target.head.weight.detach().clone()
 
     drafter = load(change_tensors(folder, edit), target)
-    assert drafter._embedding is target.embed.weight
-    assert drafter._head is target.head
+    assert drafter.backbone._embedding is target.embed.weight
+    assert drafter.backbone._head is target.head
 
 
 @pytest.mark.parametrize(

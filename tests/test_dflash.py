@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 import tiny
 from ddtree.cache import KVCache
 from ddtree.drafters import DraftRow, checkpoint
-from ddtree.drafters.dflash import DFlash, load
+from ddtree.drafters.backbone import Backbone
+from ddtree.drafters.dflash import PLAIN, DFlash, load
 from ddtree.drafters.dflash_net import DFlashNet
 from ddtree.engine import Engine
 from ddtree.errors import ConfigError
@@ -48,7 +49,8 @@ def features(count, seed, width=64):
 
 def started(net, target, lengths, chunk=1000, **options):
     """A drafter with a row of each length, its features observed in chunks, and the rows' requests."""
-    drafter = DFlash(net, target, **options)
+    coupling = options.pop("coupling", PLAIN)
+    drafter = DFlash(Backbone(net, target, **options), coupling=coupling)
     rows = []
     for row, length in enumerate(lengths):
         drafter.add_row()
@@ -92,7 +94,7 @@ def marginals(net, target, row, first_slot=1):
         net.context(features(context, context)[None]),
         torch.arange(context)[None],
     )
-    return target.head(hidden[0, first_slot:]).log_softmax(-1)
+    return target.head(net.norm(hidden[0, first_slot:])).log_softmax(-1)
 
 
 # The published package's numbers
@@ -115,10 +117,10 @@ def test_hidden_states_are_those_of_the_published_package(case):
         cache.commit([list(range(stop - start))])
         start, positions = stop, torch.arange(stop, stop + size)[None]
         columns = torch.arange(cache.open(0, 1, size))[None]
-        ours = net.block(block[None], positions, cache, columns, None)[0]
+        ours = net.norm(net.block(block[None], positions, cache, columns, None))[0]
         torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5)
         context = net.context(known[None, :stop])
-        at_once = net(block[None], positions, context, torch.arange(stop)[None])[0]
+        at_once = net.norm(net(block[None], positions, context, torch.arange(stop)[None]))[0]
         torch.testing.assert_close(at_once, wanted, rtol=0, atol=1e-5)
 
 
@@ -132,7 +134,7 @@ def test_the_sliding_fixture_depends_on_window_and_causality():
         net.load_state_dict(read.tensors)
         context = net.context(rounds["features"][None, :PROMPT])
         positions = torch.arange(PROMPT, PROMPT + 5)[None]
-        hidden = net(rounds["slots"][None, 0], positions, context, torch.arange(PROMPT)[None])[0]
+        hidden = net.norm(net(rounds["slots"][None, 0], positions, context, torch.arange(PROMPT)[None]))[0]
         assert (hidden - rounds["hidden"][0]).abs().max() > 1e-2
 
 
@@ -216,7 +218,7 @@ def test_the_whole_block_is_drafted_even_where_depth_is_limited(target):
 
 def test_text_is_the_same_up_to_the_end_of_the_context(target):
     near = Target(target.model, max_context=24)
-    engine = Engine(near, DFlash(network(), near))
+    engine = Engine(near, DFlash(Backbone(network(), near)))
     sequence = engine.add(tiny.prompt(5), SamplingParams(temperature=0, max_tokens=100))
     while not engine.idle:
         engine.step()
@@ -247,10 +249,10 @@ def test_drafting_twice_changes_nothing(target):
     drafter, rows = started(net, target, [9, 5])
     first, second = draft(drafter, rows), draft(drafter, rows)
     same_tree(first, second)
-    assert drafter._cache.lengths == [9, 5]
+    assert drafter.backbone._cache.lengths == [9, 5]
     known = features(12, 12)
     drafter.observe(0, [4, 4, 4], known[:3])
-    fresh = DFlash(net, target)
+    fresh = DFlash(Backbone(net, target))
     fresh.add_row()
     fresh.observe(0, tiny.prompt(9, 9), features(9, 9))
     fresh.observe(0, [4, 4, 4], known[:3])
@@ -300,7 +302,7 @@ def test_a_budget_beyond_the_vocabulary_takes_every_token(target):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_targets_get_half_precision_drafters(dtype):
     half = Target(tiny.model("qwen3").to(dtype))
-    engine = Engine(half, DFlash(network(), half))
+    engine = Engine(half, DFlash(Backbone(network(), half)))
     sequences = [engine.add(tiny.prompt(n), SamplingParams(temperature=0, max_tokens=12)) for n in (4, 9)]
     while not engine.idle:
         engine.step()
@@ -334,7 +336,9 @@ def test_own_head_and_embeddings_of_a_checkpoint_are_used(target):
         context = net.context(features(9, 9)[None])
         hidden = net(block, torch.arange(9, 9 + BLOCK)[None], context, torch.arange(9)[None])
     rows[0].chain = True
-    assert draft(drafter, rows).tokens[0, 1:].tolist() == (hidden[0, 1:] @ head.T).argmax(-1).tolist()
+    assert (
+        draft(drafter, rows).tokens[0, 1:].tolist() == (net.norm(hidden[0, 1:]) @ head.T).argmax(-1).tolist()
+    )
 
 
 def test_slots_are_the_bare_rows_of_a_scaled_embedding():
@@ -360,7 +364,7 @@ def test_factor_and_soft_cap_of_a_checkpoint_shape_the_marginals(target):
         block[0, 0] = rows[0].tokens[-1]
         slots = target.embed.weight[block]
         hidden = plain(slots, torch.arange(9, 9 + BLOCK)[None], context, torch.arange(9)[None])
-        logits = torch.tanh(target.head(hidden[0, 1:]) * 0.5 / 2.0) * 2.0
+        logits = torch.tanh(target.head(net.norm(hidden[0, 1:])) * 0.5 / 2.0) * 2.0
     torch.testing.assert_close(traced[0], logits.log_softmax(-1), rtol=0, atol=1e-4)
     assert (raw - traced[0]).abs().max() > 0.1
 
@@ -396,7 +400,7 @@ def test_without_a_coupling_the_noise_is_not_looked_at(target):
 @pytest.mark.parametrize("coupling", [(-0.1, 1.0), (0.5, 0.0), (float("nan"), 1.0)])
 def test_a_coupling_out_of_range_is_refused(target, coupling):
     with pytest.raises(ConfigError, match="must be finite and"):
-        DFlash(network(), target, coupling=coupling)
+        DFlash(Backbone(network(), target), coupling=coupling)
 
 
 # Training
@@ -410,11 +414,12 @@ def test_packed_blocks_give_what_each_block_gives_alone(changes):
     blocks = pack(torch.tensor(tiny.prompt(20)), anchors, BLOCK, net.config.mask_token_id)
     x = torch.randn(1, len(blocks.tokens), 32, generator=torch.Generator().manual_seed(0))
     context = net.context(features(blocks.context, 1)[None])
-    packed = net(x, blocks.positions[None], context, torch.arange(blocks.context)[None], blocks.mask[None])
+    places = torch.arange(blocks.context)[None]
+    packed = net.norm(net(x, blocks.positions[None], context, places, blocks.mask[None]))
     for index, anchor in enumerate(anchors.tolist()):
         part = slice(index * BLOCK, (index + 1) * BLOCK)
         positions = torch.arange(anchor, anchor + BLOCK)[None]
-        alone = net(x[:, part], positions, context[:, :anchor], torch.arange(anchor)[None])
+        alone = net.norm(net(x[:, part], positions, context[:, :anchor], torch.arange(anchor)[None]))
         torch.testing.assert_close(packed[:, part], alone, rtol=0, atol=1e-5)
 
 
@@ -425,5 +430,34 @@ def test_gradients_reach_every_weight_in_mixed_precision():
         hidden = net(
             torch.randn(1, BLOCK, 32), torch.arange(9, 9 + BLOCK)[None], context, torch.arange(9)[None]
         )
-    hidden.float().pow(2).sum().backward()
+    net.norm(hidden).float().pow(2).sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in net.parameters())
+
+
+# Several blocks at once
+
+
+@torch.inference_mode()
+def test_blocks_side_by_side_give_what_each_gives_alone(target):
+    """Packed on one context, ragged rows and prefixes of different lengths included; windows and causal layers too."""
+    for changes in ({}, {"windows": (4, None), "causal": (True, False)}):
+        net = network(**changes)
+        drafter, rows = started(net, target, [9, 5, 14])
+        known = torch.randint(0, tiny.VOCAB, (3, 4, 4), generator=torch.Generator().manual_seed(1))
+        counts = torch.tensor([[1, 2, 3, 4], [2, 2, 1, 1], [4, 3, 2, 1]])
+        packed = drafter.backbone.branches(known, counts, BLOCK - 1)
+        for branch in range(4):
+            alone = drafter.backbone.branches(
+                known[:, branch : branch + 1], counts[:, branch : branch + 1], BLOCK - 1
+            )
+            torch.testing.assert_close(packed[:, branch], alone[:, 0], rtol=0, atol=1e-4)
+        context, count = len(rows[0].tokens) - 1, int(counts[0, 2])
+        block = torch.full((1, BLOCK), net.config.mask_token_id)
+        block[0, :count] = known[0, 2, :count]
+        states = net(
+            torch.nn.functional.embedding(block, target.embed.weight),
+            torch.arange(context, context + BLOCK)[None],
+            net.context(features(context, context)[None]),
+            torch.arange(context)[None],
+        )
+        torch.testing.assert_close(packed[0, 2], states[0, 1:], rtol=0, atol=1e-4)

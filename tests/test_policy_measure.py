@@ -9,6 +9,7 @@ import transformers
 
 import tiny
 from ddtree.autoregressive import AutoregressiveTarget
+from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.lookup import Lookup
 from ddtree.drafters.merged import Merged
@@ -170,7 +171,7 @@ def test_a_drafter_that_fails_is_left_without_rows(tiny_model, fails_after):
 def test_nothing_is_left_behind(tiny_model, way):
     """What is decoded before and after is the same, and the drafter starts from nothing."""
     target = Target(tiny_model)
-    parts = [DFlash(tiny.network(tiny_model), target), Lookup(vocab_size=target.vocab_size)]
+    parts = [DFlash(Backbone(tiny.network(tiny_model), target)), Lookup(vocab_size=target.vocab_size)]
     drafter = Merged(parts)
     engine = Engine(target, drafter)
 
@@ -187,13 +188,15 @@ def test_nothing_is_left_behind(tiny_model, way):
     way(target, drafter, **(GRID if way is measure.calibrate else {}))
     assert target.feature_layers == layers
     assert len(parts[1]._rows) == 0
-    assert parts[0]._cache.rows == 0 and parts[0]._unread == []
+    assert parts[0].backbone.rows == 0 and parts[0].backbone._cache.rows == 0
     assert answer() == before
 
 
 def test_each_part_of_a_merged_drafter_is_measured_and_the_whole(tiny_model):
     target = Target(tiny_model)
-    drafter = Merged([DFlash(tiny.network(tiny_model), target), Lookup(vocab_size=target.vocab_size)])
+    drafter = Merged(
+        [DFlash(Backbone(tiny.network(tiny_model), target)), Lookup(vocab_size=target.vocab_size)]
+    )
     model = measure.calibrate(target, drafter, **GRID)
     assert set(model.draft_points) == {"dflash+lookup", "dflash", "lookup"}
     whole = model.draft(["dflash", "lookup"], 17, 1, 40)
@@ -203,7 +206,9 @@ def test_each_part_of_a_merged_drafter_is_measured_and_the_whole(tiny_model):
 
 def test_every_part_drafts_at_every_point(tiny_model):
     target = Target(tiny_model)
-    drafter = Merged([DFlash(tiny.network(tiny_model), target), Lookup(vocab_size=target.vocab_size)])
+    drafter = Merged(
+        [DFlash(Backbone(tiny.network(tiny_model), target)), Lookup(vocab_size=target.vocab_size)]
+    )
     model = measure.calibrate(target, drafter, **{**GRID, "turns": 3})
     for samples in model.draft_points.values():
         points = {(s.width, s.rows, s.context) for s in samples}

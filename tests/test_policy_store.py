@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny
+from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.lookup import Lookup
 from ddtree.drafters.merged import Merged
@@ -73,7 +74,7 @@ def other_threads(target):
         lambda target: store.key(Target(tiny.model("qwen3"))),
         lambda target: store.key(Target(tiny.model().to(torch.bfloat16))),
         lambda target: store.key(target, Lookup()),
-        lambda target: store.key(target, DFlash(tiny.network(target.model), target)),
+        lambda target: store.key(target, DFlash(Backbone(tiny.network(target.model), target))),
         other_threads,
     ],
     ids=["shape", "family", "dtype", "drafter", "network", "threads"],
@@ -90,9 +91,9 @@ def test_another_device_is_another_model(target, monkeypatch):
 
 
 def test_drafters_of_one_name_and_other_sizes_differ(target):
-    small, large = (DFlash(tiny.network(target.model), target) for _ in range(2))
+    small, large = (DFlash(Backbone(tiny.network(target.model), target)) for _ in range(2))
     assert store.key(target, small) == store.key(target, large)
-    large.network.layers = large.network.layers[:1]
+    large.backbone.network.layers = large.backbone.network.layers[:1]
     assert store.key(target, small) != store.key(target, large)
     merged = store.key(target, Merged([small, Lookup()]))
     assert merged["drafters"] == [store.key(target, small)["drafters"][0], "lookup (0 weights)"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tiny
+from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.dflash import PLAIN, DFlash
 from ddtree.errors import ConfigError
 from ddtree.target import Target
@@ -45,7 +46,7 @@ def test_noise_that_says_nothing_is_not_listened_to():
 def test_a_drafter_is_fitted_at_work_and_keeps_the_parameters():
     model = tiny.model("llama")
     target = Target(model)
-    drafter = DFlash(tiny.network(model), target)
+    drafter = DFlash(Backbone(tiny.network(model), target))
     fit = fit_coupling(target, drafter, [tiny.prompt(5), tiny.prompt(9)], max_tokens=20)
     assert drafter.coupling == (fit.beta, fit.kappa)
     assert drafter.trace is None
@@ -58,5 +59,5 @@ def test_greedy_decoding_has_no_noise_to_fit():
     model = tiny.model("llama")
     target = Target(model)
     with pytest.raises(ConfigError, match=r"temperature=0\.0 has no noise"):
-        fit_coupling(target, DFlash(tiny.network(model), target), [[1]], temperature=0.0)
+        fit_coupling(target, DFlash(Backbone(tiny.network(model), target)), [[1]], temperature=0.0)
     assert PLAIN == (0.0, 1.0)

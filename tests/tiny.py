@@ -89,7 +89,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def network(target_model: Any, block_size: int = 8, seed: int = 0) -> Any:
     """A random DFlash network that fits a tiny model."""
-    from ddtree.drafters.dflash import DFlashConfig, DFlashNet
+    from ddtree.drafters.dflash_net import DFlashConfig, DFlashNet
 
     torch.manual_seed(seed)
     vocab = target_model.config.vocab_size
@@ -132,4 +132,6 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
         return DraftModel(Target(shaken), target, coupling=coupling)
     if kind == "merged":
         return Merged([drafter(part, target_model, coupled) for part in ("tree", "lookup", "draft")])
-    return DFlash(network(target_model), target, coupling=coupling)
+    from ddtree.drafters.backbone import Backbone
+
+    return DFlash(Backbone(network(target_model), target), coupling=coupling)

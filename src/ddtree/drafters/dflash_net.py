@@ -190,7 +190,7 @@ class DFlashNet(nn.Module):
         context_positions: Tensor,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states [R, S, H], to be multiplied with the target's head.
+        """States [R, S, H] of the slots, before the final norm; normed, they go into the target's head.
 
         Args:
             x: [R, S, H], slots of one block or of several packed side by side.
@@ -246,7 +246,7 @@ class DFlashNet(nn.Module):
             if kind not in biases:
                 biases[kind] = _bias(mask, positions, key_positions, *kind, x.dtype)
             x = layer(x, rotation, biases[kind], lambda k, v, index=index: join(index, k, v))
-        return self.norm(x)
+        return x
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Cosines and sines [R, 1, n, D / 2] of positions [R, n]."""

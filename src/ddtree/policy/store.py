@@ -108,6 +108,6 @@ def _digest(values: Any) -> str:
 
 def _size(drafter: Any) -> int:
     """Weights of a drafter's own networks."""
-    held = [getattr(value, "model", value) for value in vars(drafter).values()]
-    networks = [value for value in held if isinstance(value, torch.nn.Module)]
+    held = [*vars(drafter).values(), *vars(getattr(drafter, "backbone", object)).values()]
+    networks = {value for own in held if isinstance(value := getattr(own, "model", own), torch.nn.Module)}
     return sum(weight.numel() for network in networks for weight in network.parameters())

@@ -42,7 +42,7 @@ class _Traces:
     """What the drafter thought of the positions that the walk reached, with their noise and the target's choice."""
 
     def __init__(self, drafter: DFlash, temperature: float) -> None:
-        self._ids = drafter.draft_ids
+        self._ids = drafter.backbone.draft_ids
         self._temperature = temperature
         self._rounds: list[tuple[DraftRow, int, Tensor]] = []
         self.logq: list[Tensor] = []

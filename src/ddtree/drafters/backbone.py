@@ -1,0 +1,189 @@
+"""A DFlash network at work: the context of every row, and states of blocks after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ddtree.cache import KVCache
+from ddtree.drafters.dflash_net import DFlashNet
+from ddtree.rows import drop_row
+from ddtree.target import Target
+from ddtree.tree import MAX_DEPTH
+
+# More new tokens than a round commits are a prompt's, and are projected at once: their features are large.
+_AT_ONCE = MAX_DEPTH + 1
+
+
+class Backbone:
+    """A DFlash network (arXiv 2602.06036) over each row's committed tokens; what drafters and their heads stand on.
+
+    The context cache holds committed tokens only: keys and values of the target's features, never of drafts. A
+    round's features are kept until the next block, which projects those of all rows in one pass. A backbone is a
+    `ddtree.drafters.heads.Trunk`.
+
+    Args:
+        network: the draft network; moved to the target's device and dtype.
+        target: gives embedding and head.
+        draft_ids: int64 [Vd], the target's ids of a reduced draft vocabulary; None for the whole.
+        head: own weights [Vd, H] in place of the target's head.
+        embedding: own weights [V, H] in place of the target's input embedding.
+        mask_embedding: own embedding [H] of the masked slots.
+
+    Attributes:
+        size: Vd, tokens of the draft vocabulary.
+        depth: most tokens that a block predicts.
+    """
+
+    def __init__(
+        self,
+        network: DFlashNet,
+        target: Target,
+        *,
+        draft_ids: Tensor | None = None,
+        head: Tensor | None = None,
+        embedding: Tensor | None = None,
+        mask_embedding: Tensor | None = None,
+    ) -> None:
+        config = network.config
+        self.device, self.dtype = target.device, target.dtype
+        self.network = network.to(self.device, self.dtype).eval()
+        self.feature_layers = tuple(config.target_layer_ids)
+        self.depth = min(config.depth, MAX_DEPTH)
+        self.draft_ids = None if draft_ids is None else draft_ids.to(self.device)
+        self.size = target.vocab_size if self.draft_ids is None else len(self.draft_ids)
+        self._index: Tensor | None = None
+        if self.draft_ids is not None:
+            self._index = torch.full((target.vocab_size,), -1, device=self.device)
+            self._index[self.draft_ids] = torch.arange(self.size, device=self.device)
+        self._embedding = cast(Tensor, target.embed.weight)
+        if embedding is not None:
+            self._embedding = embedding.to(self.device, self.dtype)
+        self._mask_embedding = None if mask_embedding is None else mask_embedding.to(self.device, self.dtype)
+        self._head: Callable[[Tensor], Tensor] = target.head
+        if head is not None or self.draft_ids is not None:
+            self._head = _linear(target, self.draft_ids, head)
+        self._cache = KVCache(target.max_context + config.block_size)
+        self._unread: list[list[Tensor]] = []
+
+    @property
+    def rows(self) -> int:
+        return len(self._unread)
+
+    def add_row(self) -> None:
+        self._cache.add_row()
+        self._unread.append([])
+
+    def drop_row(self, row: int) -> None:
+        self._cache.drop_row(row)
+        drop_row(self._unread, row)
+
+    @torch.inference_mode()
+    def observe(self, row: int, features: Tensor | None) -> None:
+        """Take the features [n, F * H] of tokens newly committed to a row."""
+        assert features is not None, "DFlash drafts from target features"
+        self._unread[row].append(features.to(self.device, self.dtype))
+        if sum(map(len, self._unread[row])) > _AT_ONCE:
+            self._read(row, row + 1)
+
+    def states(self, bonus: list[int], depth: int) -> Tensor:
+        """States [R, depth, H], before the final norm, of the slots after each row's context and bonus token."""
+        known = torch.tensor(bonus, device=self.device)[:, None, None]
+        return self.branches(known, torch.ones_like(known[..., 0]), depth)[:, 0]
+
+    @torch.inference_mode()
+    def branches(self, known: Tensor, counts: Tensor, depth: int) -> Tensor:
+        """States of several blocks a row, whose first tokens are given, in one pass; the blocks do not see each other.
+
+        Args:
+            known: int64 [R, K, n], n up to the block size; each block begins with the row's bonus token.
+            counts: int64 [R, K], how many of a block's tokens are given, 1..n; the other slots are masked ones.
+            depth: how many slots are wanted.
+
+        Returns:
+            [R, K, depth, H], before the final norm, of the slots that predict depths 1..depth.
+        """
+        config, (rows, blocks, given) = self.network.config, known.shape
+        size = config.block_size
+        self._read(0, rows)
+        tokens = torch.full((rows, blocks, size), config.mask_token_id, device=self.device)
+        tokens[:, :, :given] = known
+        masked = torch.arange(size, device=self.device) >= counts[..., None]
+        tokens.masked_fill_(masked, config.mask_token_id)
+        slots = self.network.embed(self._embedding, tokens)
+        if self._mask_embedding is not None:
+            slots = torch.where(masked[..., None], self._mask_embedding, slots)
+        positions = self._positions(0, rows, size).repeat(1, blocks)
+        # The blocks' columns are never committed: the next ones overwrite them.
+        width = self._cache.open(0, rows, blocks * size)
+        columns, mask = self._visible(rows, blocks, size, width)
+        states = self.network.block(slots.flatten(1, 2), positions, self._cache, columns, mask)
+        first = config.first_slot
+        return states.view(rows, blocks, size, -1)[:, :, first : first + depth].contiguous()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.network.embed(self._embedding, tokens)
+
+    def norm(self, states: Tensor) -> Tensor:
+        return self.network.norm(states)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return self.network.logits(self._head(normed))
+
+    def index(self, tokens: Tensor) -> Tensor:
+        return tokens if self._index is None else self._index[tokens]
+
+    def tokens(self, index: Tensor) -> Tensor:
+        return index if self.draft_ids is None else self.draft_ids[index]
+
+    def _visible(self, rows: int, blocks: int, size: int, width: int) -> tuple[Tensor, Tensor | None]:
+        """Positions [R, L] of the key columns, and which of them each slot sees [R, blocks * size, L] (None: all)."""
+        columns = torch.arange(width, device=self.device).expand(rows, width)
+        lengths = self._cache.lengths
+        if blocks == 1 and min(lengths) == max(lengths):
+            return columns, None
+        offsets = columns - torch.tensor(lengths, device=self.device)[:, None]
+        inside = (offsets >= 0) & (offsets < blocks * size)
+        of_slot = torch.arange(blocks, device=self.device).repeat_interleave(size)
+        own = inside[:, None] & (offsets.div(size, rounding_mode="floor")[:, None] == of_slot[None, :, None])
+        positions = torch.where(offsets < 0, columns, columns - offsets + offsets % size)
+        return positions, (offsets < 0)[:, None] | own
+
+    def _read(self, start: int, stop: int) -> None:
+        """Project the features kept for rows start..stop-1 and append their keys and values to the context."""
+        counts = [sum(map(len, parts)) for parts in self._unread[start:stop]]
+        most = max(counts)
+        if most == 0:
+            return
+        features = torch.nn.utils.rnn.pad_sequence(
+            [torch.cat(parts) if parts else self._no_features() for parts in self._unread[start:stop]],
+            batch_first=True,
+        )
+        positions = self._positions(start, stop, most)
+        self._cache.open(start, stop, most)
+        self.network.inject(self.network.context(features), positions, self._cache)
+        self._cache.advance()
+        self._cache.commit([list(range(count)) for count in counts])
+        self._unread[start:stop] = [[] for _ in counts]
+
+    def _positions(self, start: int, stop: int, count: int) -> Tensor:
+        """int64 [stop - start, count], from each row's committed length on."""
+        lengths = torch.tensor(self._cache.lengths[start:stop], device=self.device)
+        return lengths[:, None] + torch.arange(count, device=self.device)
+
+    def _no_features(self) -> Tensor:
+        weight = self.network.fc.weight
+        return weight.new_zeros((0, weight.shape[1]))
+
+
+def _linear(target: Target, draft_ids: Tensor | None, own: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """A head of its own weights, or of the target's rows of the draft vocabulary."""
+    if own is not None:
+        weight, bias = own.to(target.device, target.dtype), None
+    else:
+        weight, bias = cast(Tensor, target.head.weight)[draft_ids], getattr(target.head, "bias", None)
+        bias = None if bias is None else bias[draft_ids]
+    return lambda hidden: torch.nn.functional.linear(hidden, weight, bias)
