@@ -97,3 +97,22 @@ def test_a_cache_that_does_not_fit_says_how_much_is_missing(monkeypatch):
     with pytest.raises(CacheMemoryError, match=r"needs \d+ MiB more, 1 MiB are free; use fewer sequences"):
         cache.open(0, 1, 10**6)
     assert contents(cache, 0) == [1]
+
+
+@torch.inference_mode()
+def test_layers_of_one_shape_share_a_stack_and_others_have_their_own():
+    """Heads or head sizes may differ between layers, and more layers may come than were announced."""
+    shapes = [(2, 4), (2, 4), (1, 6), (2, 4)]
+    states = [torch.randn(1, heads, 5, size) for heads, size in shapes]
+    cache = KVCache(1000, layers=2)
+    cache.add_row()
+    cache.open(0, 1, 5)
+    for layer, own in enumerate(states):
+        cache.update(own, -own, layer)
+    cache.advance()
+    cache.commit([[0, 2, 4]])
+    cache.open(0, 1, 500)
+    for layer, (heads, size) in enumerate(shapes):
+        keys, values = cache.update(torch.zeros(1, heads, 500, size), torch.ones(1, heads, 500, size), layer)
+        kept = states[layer][:, :, [0, 2, 4]]
+        assert torch.equal(keys[:, :, :3], kept) and torch.equal(values[:, :, :3], -kept)

@@ -1,8 +1,9 @@
 """The key/value cache: rows of tokens, appended to and cut in place.
 
-Memory is linear in tokens. Every layer holds two buffers [rows, heads, tokens, head size] that grow by doubling.
-A forward appends *pending* columns; `commit` keeps those of the accepted path, moved to the front, and forgets the
-rest. Rows are packed: the rows in use are always 0..rows-1, and dropping one moves the last row into its place.
+Memory is linear in tokens. Every layer has two buffers [rows, heads, tokens, head size] that grow by doubling; those
+of one shape lie in one stack, so that moving columns is one operation for all layers. A forward appends *pending*
+columns; `commit` keeps those of the accepted path, moved to the front, and forgets the rest. Rows are packed: the rows
+in use are always 0..rows-1, and dropping one moves the last row into its place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ddtree.errors import CacheMemoryError
 from ddtree.rows import drop_row
 
 _FIRST_TOKENS = 256
+
+Kind = tuple[int, int, torch.dtype]
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -43,13 +46,16 @@ class KVCache:
 
     is_compileable = False
 
-    def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: most columns a row may ever need, uncommitted ones included."""
+    def __init__(self, max_tokens: int, layers: int = 1) -> None:
+        """`max_tokens`: most columns a row may ever need, uncommitted ones included; `layers`: how many to expect."""
         self.lengths: list[int] = []
         self.pending = 0
         self.max_tokens = max_tokens
         self._keys: list[Tensor | None] = []
         self._values: list[Tensor | None] = []
+        self._stacks: list[Tensor] = []
+        self._layers = layers
+        self._free: dict[Kind, list[Tensor]] = {}
         self._row_capacity = 1
         self._token_capacity = min(_FIRST_TOKENS, max_tokens)
         self._window = (0, 0)
@@ -71,8 +77,8 @@ class KVCache:
         if row != last:
             length = self.lengths[last]
             # A row that holds nothing yet may lie beyond the buffers, which grow when a row is first written.
-            for buffer in self._buffers() if length else ():
-                buffer[row, :, :length] = buffer[last, :, :length]
+            for stack in self._stacks if length else ():
+                stack[:, row, :, :length] = stack[:, last, :, :length]
         drop_row(self.lengths, row)
         self.pending = 0
 
@@ -113,9 +119,11 @@ class KVCache:
             settled = next((i for i, column in enumerate(path) if i != column), len(path))
             base = self.lengths[row]
             if settled < len(path):
-                source = torch.tensor(path[settled:], device=self._buffers()[0].device) + base
-                for buffer in self._buffers():
-                    buffer[row, :, base + settled : base + len(path)] = buffer[row].index_select(1, source)
+                source = torch.tensor(path[settled:], device=self._stacks[0].device) + base
+                for stack in self._stacks:
+                    stack[:, row, :, base + settled : base + len(path)] = stack[:, row].index_select(
+                        2, source
+                    )
             self.lengths[row] += len(path)
         self.pending = 0
 
@@ -130,8 +138,7 @@ class KVCache:
         start, stop = self._window
         buffer = buffers[layer]
         if buffer is None:
-            shape = (self._row_capacity, states.shape[1], self._token_capacity, states.shape[3])
-            buffer = buffers[layer] = self._zeros(shape, states.dtype, states.device)
+            buffer = buffers[layer] = self._new_buffer(states)
         n = states.shape[2]
         lengths = self.lengths[start:stop]
         if min(lengths) == max(lengths):
@@ -143,8 +150,14 @@ class KVCache:
                 buffer[start + index, :, at : at + n] = states[index]
         return buffer[start:stop, :, : max(lengths) + self.pending + n]
 
-    def _buffers(self) -> list[Tensor]:
-        return [buffer for buffers in (self._keys, self._values) for buffer in buffers if buffer is not None]
+    def _new_buffer(self, states: Tensor) -> Tensor:
+        """A place in the stack of its kind for the buffer of these states [R, H, n, D]."""
+        kind = _kind(states)
+        if not self._free.get(kind):
+            shape = (2 * self._layers, self._row_capacity, kind[0], self._token_capacity, kind[1])
+            self._stacks.append(self._zeros(shape, states.dtype, states.device))
+            self._free[kind] = list(self._stacks[-1])[::-1]
+        return self._free[kind].pop()
 
     def _grow(self, rows: int, tokens: int) -> None:
         if rows <= self._row_capacity and tokens <= self._token_capacity:
@@ -157,20 +170,31 @@ class KVCache:
             token_capacity *= 2
         token_capacity = max(tokens, min(token_capacity, self.max_tokens))
         self._check_memory(row_capacity, token_capacity)
-        for buffers in (self._keys, self._values):
-            for layer, old in enumerate(buffers):
-                if old is not None:
-                    shape = (row_capacity, old.shape[1], token_capacity, old.shape[3])
-                    new = buffers[layer] = self._zeros(shape, old.dtype, old.device)
-                    new[: old.shape[0], :, : old.shape[2]] = old
+        self._restack(row_capacity, token_capacity)
         self._row_capacity, self._token_capacity = row_capacity, token_capacity
 
+    def _restack(self, rows: int, tokens: int) -> None:
+        """Put the buffers of one kind into one new stack, with room for so many rows and tokens."""
+        kinds: dict[Kind, list[tuple[list[Tensor | None], int, Tensor]]] = {}
+        for buffers in (self._keys, self._values):
+            for layer, buffer in enumerate(buffers):
+                if buffer is not None:
+                    kinds.setdefault(_kind(buffer), []).append((buffers, layer, buffer))
+        self._stacks, self._free = [], {}
+        for members in kinds.values():
+            old = members[0][2]
+            shape = (len(members), rows, old.shape[1], tokens, old.shape[3])
+            stack = self._zeros(shape, old.dtype, old.device)
+            for place, (buffers, layer, buffer) in enumerate(members):
+                stack[place, : buffer.shape[0], :, : buffer.shape[2]] = buffer
+                buffers[layer] = stack[place]
+            self._stacks.append(stack)
+
     def _check_memory(self, rows: int, tokens: int) -> None:
-        buffers = self._buffers()
-        if not buffers:
+        if not self._stacks:
             return
-        need = sum(b.element_size() * rows * tokens * b.shape[1] * b.shape[3] for b in buffers)
-        free = available_bytes(buffers[0].device)
+        need = sum(s.element_size() * len(s) * rows * tokens * s.shape[2] * s.shape[4] for s in self._stacks)
+        free = available_bytes(self._stacks[0].device)
         if free is not None and need > free:
             raise _no_memory(rows, tokens, need, free)
 
@@ -179,7 +203,12 @@ class KVCache:
         try:
             return torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:
-            raise _no_memory(shape[0], shape[2], torch.Size(shape).numel() * dtype.itemsize, None) from error
+            raise _no_memory(shape[1], shape[3], torch.Size(shape).numel() * dtype.itemsize, None) from error
+
+
+def _kind(buffer: Tensor) -> Kind:
+    """What buffers of one stack have in common: heads, head size, dtype; of a buffer or a stack of them."""
+    return buffer.shape[-3], buffer.shape[-1], buffer.dtype
 
 
 def _no_memory(rows: int, tokens: int, need: int, free: int | None) -> CacheMemoryError:

@@ -146,7 +146,7 @@ class Target:
         self.use_features(())
 
     def new_cache(self) -> KVCache:
-        return KVCache(self.max_context + MAX_BUDGET + 1)
+        return KVCache(self.max_context + MAX_BUDGET + 1, self.num_layers)
 
     def prefill(
         self, cache: KVCache, row: int, tokens: list[int], chunk: int = 512

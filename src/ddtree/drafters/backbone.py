@@ -66,7 +66,7 @@ class Backbone:
         self._head: Callable[[Tensor], Tensor] = target.head
         if head is not None or self.draft_ids is not None:
             self._head = _linear(target, self.draft_ids, head)
-        self._cache = KVCache(target.max_context + config.block_size)
+        self._cache = KVCache(target.max_context + config.block_size, config.num_hidden_layers)
         self._unread: list[list[Tensor]] = []
 
     @property
