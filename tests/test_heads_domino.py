@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddtree.drafters.heads.domino import Domino, public
-from ddtree.errors import CheckpointError
+from ddtree.errors import CheckpointError, ConfigError
 
 H, VD, V = 16, 12, 20
 
@@ -145,6 +145,12 @@ def test_its_config_makes_it_again():
             "pure_prefix": 2,
         }
     )
+
+
+@pytest.mark.parametrize("changes", [{"rank": 0}, {"gru_hidden": -1}, {"pure_prefix": -1}])
+def test_sizes_out_of_range_are_refused(changes):
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))}="):
+        Domino(H, VD, **changes)
 
 
 # The published layout

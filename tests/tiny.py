@@ -130,8 +130,24 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
             for parameter in shaken.parameters():
                 parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
         return DraftModel(Target(shaken), target, coupling=coupling)
+    if kind == "domino":
+        return domino(target_model, coupling)
     if kind == "merged":
         return Merged([drafter(part, target_model, coupled) for part in ("tree", "lookup", "draft")])
     from ddtree.drafters.backbone import Backbone
 
     return DFlash(Backbone(network(target_model), target), coupling=coupling)
+
+
+def domino(target_model: Any, coupling: tuple[float, float] = (0.0, 1.0)) -> Any:
+    """A Domino drafter of random weights, whose head turns the marginals' order over."""
+    from ddtree.drafters.backbone import Backbone
+    from ddtree.drafters.domino import Domino
+    from ddtree.drafters.heads import domino as heads
+    from ddtree.target import Target
+
+    backbone = Backbone(network(target_model), Target(target_model))
+    torch.manual_seed(2)
+    head = heads.Domino(32, backbone.size, gru_hidden=12, rank=8)
+    torch.nn.init.normal_(head.outer)
+    return Domino(backbone, head, coupling=coupling)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddtree.drafters.heads import Head, Trunk
-from ddtree.errors import CheckpointError
+from ddtree.errors import CheckpointError, ConfigError
 
 _PREFIXES = ("draft_model.", "model.", "logit_head.")
 _INPUT, _HIDDEN = "prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0"
@@ -36,6 +36,9 @@ class Domino(Head):
         rank: width of the low-rank network.
         pure_prefix: the first depths that the backbone predicts alone; the block's input holds the bonus token, so
             that the first slot knows its predecessor anyway.
+
+    Raises:
+        ConfigError: a size is not a whole number from 1 up, or `pure_prefix` not one from 0 up.
     """
 
     kind: ClassVar[str] = "domino"
@@ -44,6 +47,10 @@ class Domino(Head):
         self, hidden_size: int, size: int, gru_hidden: int = 256, rank: int = 128, pure_prefix: int = 1
     ) -> None:
         super().__init__()
+        sizes = {"hidden_size": hidden_size, "size": size, "gru_hidden": gru_hidden, "rank": rank}
+        for name, value in {**sizes, "pure_prefix": pure_prefix}.items():
+            if value < (name in sizes):
+                raise ConfigError(f"{name}={value!r} must be a whole number from {int(name in sizes)} up")
         self.hidden_size, self.size = hidden_size, size
         self.gru_hidden, self.rank, self.pure_prefix = gru_hidden, rank, pure_prefix
         self.prefix_gru = nn.GRU(hidden_size, gru_hidden, batch_first=True, bias=False)
