@@ -14,8 +14,9 @@ from ddtree.rows import drop_row
 from ddtree.target import Target
 from ddtree.tree import MAX_DEPTH
 
-# More new tokens than a round commits are a prompt's, and are projected at once: their features are large.
-_AT_ONCE = MAX_DEPTH + 1
+# More new tokens than this are a prompt's, and are projected at once: their features are large. Fewer wait until a
+# block is wanted, so that a backbone that is not asked for a while costs next to nothing.
+_AT_ONCE = 128
 
 
 class Backbone:
