@@ -1,0 +1,150 @@
+"""First-order tables: the children of every likely predecessor, scored in one batched step.
+
+A first-order head scores a slot given the one token before it, so there is no need to wait for the tree: the tokens
+that may come before a slot are guessed from the backbone's own distributions, all are scored at once, and the tree
+is then read out of the tables (TreeFlash, arXiv 2606.03819, where M guesses are made at each depth).
+
+Here the guesses are shared among the depths. A token of depth d is worth at most what it has when the likeliest token
+stands at every depth above it, so the (depth, token) pairs with the highest such bound are taken: of a factorized
+distribution, the best tree of B nodes branches at none but the first B of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ddtree.drafters.heads import Head, Trunk
+
+Adjust = Callable[[int, Tensor, Tensor], Tensor]
+"""(row, int64 [n], float32 [n, Vd]) -> float32 [n, Vd]: a row's log-probabilities, of tokens at depth 1 + those given,
+as they are to be ranked."""
+
+# Scores held at a time: 128 MB of float32.
+_AT_ONCE = 1 << 25
+
+
+@dataclass
+class Tables:
+    """Children by depth and token before; a `ddtree.tree.Scorer`.
+
+    Lines 0..P are the bonus token's and those of P guessed predecessors; lines P + 1.. are, for each depth, the
+    backbone's own, for tokens that were not guessed.
+
+    Attributes:
+        before: int64 [R, P + 1], token ids of the predecessors.
+        depths: int64 [R, P + 1], their depths; 0 for the bonus token.
+        tokens: int64 [R, P + 1 + L, K], token ids of the children, best first.
+        logprobs: float32 [R, P + 1 + L, K].
+    """
+
+    before: Tensor
+    depths: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+
+    def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if depth == 1:
+            return self.tokens[:, :1], self.logprobs[:, :1]
+        found = (self.before[:, None] == tokens[:, :, None]) & (self.depths == depth - 1)[:, None]
+        guessed, line = found.max(dim=2)
+        line = torch.where(guessed, line, self.before.shape[1] + depth - 1)
+        at = line[:, :, None].expand(-1, -1, self.tokens.shape[2])
+        return self.tokens.gather(1, at), self.logprobs.gather(1, at)
+
+
+def first_order(
+    trunk: Trunk,
+    head: Head,
+    states: Tensor,
+    bonus: Tensor,
+    *,
+    predecessors: int,
+    children: int,
+    chains: Tensor | None = None,
+    adjust: Adjust | None = None,
+    confident: bool = False,
+) -> Tables:
+    """The tables of a batch of blocks.
+
+    Args:
+        head: one whose logits depend on the slot's state and the token before it alone.
+        states: [R, L, H], the backbone's, before its final norm, of the slots of depths 1..L.
+        bonus: int64 [R].
+        predecessors: P, how many (depth, token) pairs to guess for each row.
+        children: K, how many children of each to keep.
+        chains: bool [R], rows that want a single path: as many guesses for each of their depths.
+        adjust: applied to all log-probabilities before they are ranked.
+        confident: scale a line by the head's confidence in it.
+    """
+    rows, depth, _ = states.shape
+    base = trunk.logits(trunk.norm(states))
+    own, size = base.log_softmax(dim=-1), base.shape[2]
+    if adjust is not None:
+        places = torch.arange(depth, device=own.device)
+        for row in range(rows):
+            own[row] = adjust(row, places, own[row])
+    children, predecessors = min(children, size), min(predecessors, (depth - 1) * size)
+    best = own.topk(min(max(children, predecessors), size), dim=-1)
+    guesses, depths = _guess(best.values, best.indices, predecessors, chains)
+    before = torch.cat([bonus[:, None], trunk.tokens(guesses)], dim=1)
+    depths = torch.cat([torch.zeros_like(bonus)[:, None], depths], dim=1)
+    index, scores = _children(trunk, head, states, base, before, depths, children, adjust, confident)
+    return Tables(
+        before,
+        depths,
+        trunk.tokens(torch.cat([index, best.indices[:, :, :children]], dim=1)),
+        torch.cat([scores, best.values[:, :, :children]], dim=1),
+    )
+
+
+def _guess(values: Tensor, index: Tensor, count: int, chains: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Draft tokens and depths int64 [R, count] of the likeliest predecessors, of the best [R, L, M] of each depth."""
+    rows, depth, most = values.shape
+    if count == 0:
+        return index.new_zeros((rows, 0)), index.new_zeros((rows, 0))
+    best = values[:, :, 0].cumsum(dim=1)
+    bounds = values[:, :-1] + torch.cat([torch.zeros_like(best[:, :1]), best[:, :-2]], dim=1)[:, :, None]
+    if chains is not None:
+        ranks = -torch.arange(most, device=values.device, dtype=values.dtype)
+        bounds = torch.where(chains[:, None, None], ranks, bounds)
+    picked = bounds.flatten(1).topk(min(count, (depth - 1) * most), dim=1).indices
+    return index[:, :-1].flatten(1).gather(1, picked), picked.div(most, rounding_mode="floor") + 1
+
+
+def _children(
+    trunk: Trunk,
+    head: Head,
+    states: Tensor,
+    base: Tensor,
+    before: Tensor,
+    depths: Tensor,
+    count: int,
+    adjust: Adjust | None,
+    confident: bool,
+) -> tuple[Tensor, Tensor]:
+    """Draft tokens and log-probabilities [R, P, count] of the best after the tokens `before` [R, P] at `depths`."""
+    (rows, depth, _), lines = states.shape, before.shape[1]
+    slots = (depths + torch.arange(rows, device=depths.device)[:, None] * depth).flatten()
+    states, base, previous = states.flatten(0, 1), base.flatten(0, 1), before.flatten()
+    index, scores = [], []
+    step = max(1, _AT_ONCE // base.shape[1])
+    for start in range(0, len(slots), step):
+        part = slots[start : start + step]
+        given = (trunk, states[part][None], previous[start : start + step][None])
+        own = head(*given, base[part][None])[0].log_softmax(dim=-1)
+        if adjust is not None:
+            for row in range(start // lines, (start + len(part) - 1) // lines + 1):
+                of_row = slice(max(row * lines - start, 0), (row + 1) * lines - start)
+                own[of_row] = adjust(row, part[of_row] % depth, own[of_row])
+        best = own.topk(count, dim=-1)
+        index.append(best.indices)
+        scores.append(best.values)
+        if confident:
+            scores[-1] = best.values + functional.logsigmoid(head.confidence(*given))[0, :, None]
+    shape = (rows, lines, count)
+    return torch.cat(index).view(shape), torch.cat(scores).view(shape)
