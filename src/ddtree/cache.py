@@ -8,6 +8,8 @@ in use are always 0..rows-1, and dropping one moves the last row into its place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ class KVCache:
     Attributes:
         lengths: committed tokens of each row in use.
         pending: columns appended since the last commit, the same for every row of the open window.
+        version: changes whenever the buffers do.
     """
 
     is_compileable = False
@@ -60,10 +63,17 @@ class KVCache:
         self._token_capacity = min(_FIRST_TOKENS, max_tokens)
         self._window = (0, 0)
         self._fresh = 0
+        self._scatter: tuple[Tensor, int] | None = None
+        self.version = 0
 
     @property
     def rows(self) -> int:
         return len(self.lengths)
+
+    @property
+    def capacity(self) -> int:
+        """Columns that the buffers have."""
+        return self._token_capacity
 
     def add_row(self) -> int:
         """Append an empty row and return its index."""
@@ -103,6 +113,19 @@ class KVCache:
             self._values.append(None)
         return self._append(self._keys, layer_idx, key), self._append(self._values, layer_idx, value)
 
+    @contextmanager
+    def scattered(self, columns: Tensor, width: int) -> Iterator[None]:
+        """Within, `update` writes to the columns that a tensor [R, n] names and returns the first `width` ones.
+
+        Nothing then depends on the rows' lengths, which a recorded pass could not follow. The columns are those that
+        `open` announced.
+        """
+        self._scatter = (columns, width)
+        try:
+            yield
+        finally:
+            self._scatter = None
+
     def advance(self) -> None:
         """The announced columns have been appended by every layer."""
         self.pending += self._fresh
@@ -139,6 +162,10 @@ class KVCache:
         buffer = buffers[layer]
         if buffer is None:
             buffer = buffers[layer] = self._new_buffer(states)
+        if self._scatter is not None:
+            columns, width = self._scatter
+            buffer[start:stop].scatter_(2, columns[:, None, :, None].expand_as(states), states)
+            return buffer[start:stop, :, :width]
         n = states.shape[2]
         lengths = self.lengths[start:stop]
         if min(lengths) == max(lengths):
@@ -181,6 +208,7 @@ class KVCache:
                 if buffer is not None:
                     kinds.setdefault(_kind(buffer), []).append((buffers, layer, buffer))
         self._stacks, self._free = [], {}
+        self.version += 1
         for members in kinds.values():
             old = members[0][2]
             shape = (len(members), rows, old.shape[1], tokens, old.shape[3])

@@ -17,6 +17,7 @@ from ddtree import attention
 from ddtree.cache import KVCache
 from ddtree.compat import cache_argument
 from ddtree.errors import ConfigError, UnsupportedModelError
+from ddtree.graphs import Graphs
 from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask
 
 TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -86,6 +87,7 @@ class Target:
         tokenizer: its tokenizer, or None when only token ids are used.
         feature_layers: decoder layers (0-based) whose *outputs* `Forward.features` shall hold, in this order.
         max_context: most tokens of a sequence; the model's own limit by default.
+        graphs: verify in recorded passes (CUDA graphs) where the device has them.
 
     Raises:
         UnsupportedModelError: draft trees cannot be verified on this model; `AutoregressiveTarget` still runs it.
@@ -98,6 +100,7 @@ class Target:
         tokenizer: Any = None,
         feature_layers: tuple[int, ...] = (),
         max_context: int | None = None,
+        graphs: bool = True,
     ) -> None:
         reason = why_no_tree(model)
         if reason:
@@ -124,6 +127,9 @@ class Target:
         )
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
+        self._graphs = None
+        if graphs and self.device.type == "cuda":
+            self._graphs = Graphs(self._run, self.dtype)
         self.feature_layers: tuple[int, ...] = ()
         self.use_features(feature_layers)
         if self.config.model_type not in TESTED:
@@ -140,6 +146,8 @@ class Target:
             hook.remove()
         self.feature_layers = tuple(layers)
         self._hooks = [self._layers[i].register_forward_hook(self._capture(i)) for i in sorted(set(layers))]
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def close(self) -> None:
         """Take our hooks off the model again."""
@@ -166,7 +174,12 @@ class Target:
             yield part, forward
 
     def verify(self, cache: KVCache, tree: DraftTree) -> Forward:
-        """One pass over all nodes of a batch of trees, rows 0..R-1 of the cache; logits [R, N, V]."""
+        """One pass over all nodes of a batch of trees, rows 0..R-1 of the cache; logits [R, N, V].
+
+        What it returns may be overwritten by the next call.
+        """
+        if self._graphs is not None and self._graphs.fits(cache, tree):
+            return Forward(*self._graphs.verify(cache, tree))
         if tree.tokens.numel() == 1 and attention.needs_steadying(self.device, self.dtype):
             return self._verify_single(cache, tree)
         visible = None if tree.tokens.shape[1] == 1 else ancestor_mask(tree)
@@ -207,6 +220,15 @@ class Target:
         lengths = cache.lengths[start:stop]
         positions = depths + torch.tensor(lengths, device=self.device)[:, None]
         seen = self._visibility(lengths, before, width, positions, visible)
+        forward = Forward(*self._run(cache, tokens, positions, seen, keep))
+        cache.advance()
+        return forward
+
+    @torch.inference_mode()
+    def _run(
+        self, cache: KVCache, tokens: Tensor, positions: Tensor, seen: attention.Visibility, keep: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits and features of tokens [R, n] at positions [R, n], into the open window of a cache."""
         arguments = {
             "input_ids": tokens,
             "position_ids": positions,
@@ -224,8 +246,7 @@ class Target:
             if self.feature_layers:
                 features = torch.cat([self._captured[layer] for layer in self.feature_layers], dim=-1)
                 self._captured.clear()
-        cache.advance()
-        return Forward(logits, features)
+        return logits, features
 
     def _visibility(
         self, lengths: list[int], before: int, width: int, positions: Tensor, visible: Tensor | None
