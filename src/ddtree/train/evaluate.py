@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ddtree.drafters import Drafter, DraftRow
+from ddtree.noise import Noise
 from ddtree.rows import drop_row
 from ddtree.stats import Clock
 from ddtree.train.data import Example
@@ -41,6 +42,7 @@ class _Row:
     tokens: list[int]
     at: int
     example: Example
+    noise: Noise | None
 
 
 def replay(
@@ -50,6 +52,9 @@ def replay(
     chain: bool = False,
     rows: int = 16,
     dtype: torch.dtype = torch.bfloat16,
+    noise: Callable[[Example], Noise] | None = None,
+    temperature: float = 1.0,
+    clock: Clock | None = None,
     report: Callable[[int], None] | None = None,
 ) -> Acceptance:
     """Replay a drafter along answers, up to `rows` of them side by side.
@@ -60,26 +65,35 @@ def replay(
         budget: nodes besides the root; for a chain, its depth.
         chain: single paths instead of trees.
         dtype: of the features handed to the drafter: the target's.
+        noise: the noise that an answer was sampled with, for coupled drafting; None drafts uncoupled.
+        temperature: at which the answers were sampled; read with `noise` only.
+        clock: takes the time of drafting, by part.
         report: called with the number of answers replayed.
     """
     waiting = iter(examples)
     active: list[_Row] = []
     result = Acceptance()
-    clock = Clock()
+    clock = clock or Clock()
     done = 0
     while True:
         while len(active) < rows and (example := next(waiting, None)) is not None:
             if len(example.tokens) - example.answer_start < 2:
                 continue
-            row = _Row(example.tokens.tolist(), example.answer_start, example)
+            own = noise(example) if noise else None
+            row = _Row(example.tokens.tolist(), example.answer_start, example, own)
             drafter.add_row()
             _observe(drafter, len(active), row, row.at, dtype)
             active.append(row)
         if not active:
             return result
         depth = min(drafter.max_depth, MAX_DEPTH, budget)
-        requests = [DraftRow(row.tokens[: row.at + 1], budget, depth, chain) for row in active]
-        paths = walk(drafter.draft(requests, clock), _Follow(active))
+        heat = temperature if noise else 0.0
+        requests = [
+            DraftRow(row.tokens[: row.at + 1], budget, depth, chain, row.noise, heat) for row in active
+        ]
+        with clock("draft"):
+            tree = drafter.draft(requests, clock)
+        paths = walk(tree, _Follow(active))
         for index in reversed(range(len(active))):
             row, accepted = active[index], len(paths[index]) - 1
             emitted = min(accepted + 1, len(row.tokens) - 1 - row.at)
