@@ -1,21 +1,27 @@
 """Answers written by the target itself."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 import tiny
 from ddtree.errors import ConfigError
 from ddtree.target import Target
-from ddtree.train.data import features_path, read_shard, shard_indices, shard_path, teacher_pass
-from ddtree.train.synthesize import SynthesisConfig, Synthesizer, Template, draw, loops
+from ddtree.train import synthesize
+from ddtree.train.data import read_shard, shard_indices, shard_path
+from ddtree.train.synthesize import SynthesisConfig, Synthesizer
+from ddtree.train.turns import Template
 
 EOS = 5
 TEMPLATE = Template(prefix=[1, 7, 9], middle=[EOS, 3, 11])
 CONFIG = SynthesisConfig(tokens=400, rows=8, max_turn=60, max_answer=24, seed=3)
-LAYERS = (0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +34,10 @@ def shards(folder):
 
 
 def test_conversations_follow_the_template_and_the_limits(target, tmp_path):
-    held = Synthesizer(target, TEMPLATE, tmp_path, CONFIG).run()
+    made = Synthesizer(target, TEMPLATE, tmp_path, CONFIG).run()
     found = [c for prefix, conversations in shards(tmp_path) for c in conversations]
-    assert held == sum(len(c.answer) for c in found) >= CONFIG.tokens
+    assert made.tokens == sum(len(c.answer) for c in found) >= CONFIG.tokens
+    assert made.conversations == len(found)
     assert {c.greedy for c in found} == {True, False}
     for conversation in found:
         start = conversation.answer_start
@@ -87,19 +94,6 @@ def test_a_lost_shard_is_made_again_and_the_others_are_kept(target, tmp_path):
         assert np.array_equal(first["tokens"], tokens)
 
 
-def test_features_written_on_the_way_are_those_of_a_pass_over_the_text(target, tmp_path):
-    Synthesizer(target, TEMPLATE, tmp_path, CONFIG, LAYERS).run()
-    for index in shard_indices(tmp_path):
-        prefix, conversations = read_shard(shard_path(tmp_path, index))
-        stored = torch.from_numpy(np.load(features_path(tmp_path, index))).view(torch.bfloat16)
-        assert len(stored) == sum(len(c.tokens) for c in conversations)
-        texts = [prefix + c.tokens.tolist() for c in conversations]
-        for whole, conversation in zip(teacher_pass(target, texts, LAYERS), conversations, strict=True):
-            n = len(conversation.tokens)
-            torch.testing.assert_close(stored[: n - 1], whole[len(prefix) : -1], rtol=0.02, atol=0.02)
-            stored = stored[n:]
-
-
 def test_a_model_that_ends_no_turn_is_refused(tmp_path):
     target = Target(tiny.model())
     template = Template(prefix=[1], middle=[tiny.VOCAB + 1])
@@ -118,33 +112,67 @@ def test_settings_outside_their_range_are_refused(change):
         replace(CONFIG, **change)
 
 
-def test_a_tokenizer_without_chat_template_is_refused():
-    with pytest.raises(ConfigError, match="no chat template"):
-        Template.of(object())
+def test_a_user_turn_of_an_earlier_shard_is_left_out(target, tmp_path, monkeypatch):
+    draws = synthesize._draws
+    monkeypatch.setattr(synthesize, "_draws", lambda seed, index: draws(seed, max(0, index - 1)))
+    config = replace(CONFIG, rows=32, tokens=600)
+    made = Synthesizer(target, TEMPLATE, tmp_path, config).run()
+    first, second, *_ = (conversations for _, conversations in shards(tmp_path))
+    assert first and not second
+    assert made.left_out["duplicate turn"] == len(first)
+    assert f"duplicate turn {len(first)}" in str(made)
 
 
-def test_draws_follow_the_distribution():
-    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]])
-    uniform = (torch.arange(4000) + 0.5) / 4000
-    counts = draw(logits.expand(4000, 4), uniform).bincount(minlength=4) / 4000
-    torch.testing.assert_close(counts, logits[0].softmax(-1), atol=1e-3, rtol=0)
+def test_a_folder_made_with_other_settings_is_refused(target, tmp_path):
+    Synthesizer(target, TEMPLATE, tmp_path, CONFIG).run()
+    with pytest.raises(ConfigError, match=r"answers made with seed=3, not 4: give another folder"):
+        Synthesizer(target, TEMPLATE, tmp_path, replace(CONFIG, seed=4)).run()
 
 
-def test_a_nucleus_holds_the_smallest_set_that_reaches_its_mass():
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    uniform = (torch.arange(1000) + 0.5) / 1000
-    counts = draw(logits.expand(1000, 4), uniform, top_p=0.7).bincount(minlength=4) / 1000
-    torch.testing.assert_close(counts, torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=2e-3, rtol=0)
+@pytest.fixture(scope="module")
+def talking():
+    """A target with a tokenizer whose template is the one of these tests."""
+    words = {f"w{i}": i for i in range(tiny.VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{EOS}")
+    wrapped.chat_template = "w1 w7 w9 {{ messages[0]['content'] }} w5 w3 w11"
+    return Target(tiny.model(eos_token_id=EOS, initializer_range=0.15), wrapped)
 
 
-def test_the_largest_uniform_never_draws_a_token_without_mass():
-    logits = torch.tensor([[3.0, 1.0, float("-inf"), float("-inf")]])
-    assert draw(logits, torch.tensor([1.0])).tolist() == [1]
+def test_given_turns_are_answered_in_waves_whatever_was_killed(talking, tmp_path):
+    turns = [" ".join(f"w{t}" for t in tiny.prompt(2 + n % 5, n) if t != EOS) for n in range(20)]
+    config = replace(CONFIG, tokens=10**6)
+    assert Template.of(talking.tokenizer) == TEMPLATE
+    made = Synthesizer(talking, TEMPLATE, tmp_path / "whole", config, turns).run()
+    found = shards(tmp_path / "whole")
+    assert len(found) == 3
+    asked = [talking.tokenizer.decode(c.tokens[: c.answer_start - 3]) for _, part in found for c in part]
+    assert set(asked) <= set(turns)
+    assert made.conversations == len(asked)
+    assert len(asked) + sum(made.left_out.values()) == len(turns)
+    for index in range(3):
+        other = tmp_path / f"without{index}"
+        shutil.copytree(tmp_path / "whole", other)
+        shard_path(other, index).unlink()
+        Synthesizer(talking, TEMPLATE, other, config, turns).run()
+        assert shard_path(other, index).read_bytes() == shard_path(tmp_path / "whole", index).read_bytes()
 
 
-def test_loops_are_found_by_their_period():
-    phrase = list(range(10))
-    assert loops([50, 51] + phrase * 4)
-    assert loops([7] * 30)
-    assert not loops(phrase * 2)
-    assert not loops(list(range(100)))
+def test_greedy_answers_to_given_turns_are_the_targets_own(talking, tmp_path):
+    turns = ["w20 w21", "w22 w23 w24 w25", "w26"]
+    config = replace(CONFIG, greedy_share=1.0)
+    Synthesizer(talking, TEMPLATE, tmp_path, config, turns).run()
+    [(prefix, conversations)] = shards(tmp_path)
+    for conversation in conversations:
+        ids = torch.tensor([prefix + conversation.tokens.tolist()])
+        with torch.inference_mode():
+            best = talking.model(input_ids=ids, use_cache=False).logits[0].argmax(-1)
+        start = len(prefix) + conversation.answer_start
+        assert best[start - 1 : -1].tolist() == conversation.answer
+
+
+def test_given_turns_and_own_ones_do_not_mix_in_a_folder(talking, tmp_path):
+    Synthesizer(talking, TEMPLATE, tmp_path, replace(CONFIG, tokens=1)).run()
+    with pytest.raises(ConfigError, match="holds answers made with prompts="):
+        Synthesizer(talking, TEMPLATE, tmp_path, CONFIG, ["w20"]).run()

@@ -6,7 +6,7 @@ import argparse
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ddtree.pretrained import load_causal_lm
 from ddtree.progress import ProgressLine
 from ddtree.target import Target
 from ddtree.train import export as exporting
+from ddtree.train import synthesize as synthesizing
 from ddtree.train.coupling import CouplingFit, fit_coupling
 from ddtree.train.data import Corpus, Example, draft_vocabulary, make_example, read_shard, teacher_pass
 from ddtree.train.evaluate import replay
@@ -31,14 +32,14 @@ from ddtree.train.export import DRAFTER, EVALUATION, NGRAMS, SUMMARY, Figure
 from ddtree.train.fit import Fit, FitConfig, Progress
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
 from ddtree.train.objective import Vocabulary
-from ddtree.train.synthesize import SynthesisConfig, Synthesizer, Template
+from ddtree.train.synthesize import SynthesisConfig
 
 STEPS = ("synthesize", "fit", "evaluate", "export")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ddtree train`."""
-    synthesis, fit = SynthesisConfig(), FitConfig()
+    fit = FitConfig()
     parser.add_argument(
         "step", nargs="?", choices=("all", *STEPS), default="all", help="one step, or all of them"
     )
@@ -47,19 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="folder of the finished drafter (default: WORK/export)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cuda, mps or cpu (default: cpu)")
-    group = parser.add_argument_group("synthesize")
-    group.add_argument(
-        "--tokens", type=int, default=synthesis.tokens, help="answer tokens (default: %(default)s)"
-    )
-    group.add_argument(
-        "--rows", type=int, default=synthesis.rows, help="conversations at once (default: %(default)s)"
-    )
-    group.add_argument(
-        "--max-answer", type=int, default=synthesis.max_answer, help="tokens (default: %(default)s)"
-    )
-    group.add_argument(
-        "--greedy-share", type=float, default=synthesis.greedy_share, help="default: %(default)s"
-    )
+    synthesizing.add_arguments(parser)
     group = parser.add_argument_group("fit")
     group.add_argument("--steps", type=int, default=fit.steps, help="optimizer steps (default: %(default)s)")
     group.add_argument(
@@ -107,17 +96,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def synthesize(args: argparse.Namespace, target: Target) -> None:
-    config = synthesis_config(args)
-    layers = feature_layers(target, args.draft_layers)
-    synthesizer = Synthesizer(target, Template.of(target.tokenizer), args.work / "answers", config, layers)
-    line = ProgressLine("synthesize", config.tokens, "answer tokens")
-    synthesizer.run(line.update)
+    synthesizer = synthesizing.synthesizer_of(args, target, args.work / "answers")
+    line = ProgressLine("synthesize", args.tokens, "answer tokens")
+    held = synthesizer.run(line.update)
     line.close()
-
-
-def synthesis_config(args: argparse.Namespace) -> SynthesisConfig:
-    names = {"tokens": args.tokens, "rows": args.rows, "max_answer": args.max_answer, "seed": args.seed}
-    return replace(SynthesisConfig(), greedy_share=args.greedy_share, **names)
+    print(held)
 
 
 def fit(args: argparse.Namespace, target: Target) -> None:

@@ -2,48 +2,40 @@
 
 A chat model's template, cut where the user's text begins, is a prompt that the model continues with a plausible
 request. So no prompt set is needed, and the answers follow the target's own law, which is what a drafter must learn
-(DFlash's recipe likewise regenerates the answers of a prompt set with the target, arXiv 2602.06036).
+(DFlash's recipe likewise regenerates the answers of a prompt set with the target, arXiv 2602.06036). User turns may
+also be given.
 
-Conversations are made in waves: all rows of a wave start together and stay at the same position, so attention needs
-neither mask nor padding; ended rows leave, and a wave ends with its last row. Wave i is a shard, drawn with a
-generator keyed by (seed, i): the data are a function of target and settings, and a kill loses the unfinished wave.
+Conversations are made in waves of rows in lockstep (see `waves`). Wave i is a shard, drawn with a generator keyed by
+(seed, i), without the user turns of the shards before it: on one kind of device, the data are a function of target
+and settings, and a kill loses the unfinished wave.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
+import os
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from ddtree.errors import ConfigError
-from ddtree.rows import drop_row
 from ddtree.target import Target
-from ddtree.train.data import (
-    Conversation,
-    features_path,
-    read_shard,
-    save_features,
-    shard_indices,
-    shard_path,
-    write_shard,
-)
-from ddtree.train.record import Recorder
+from ddtree.train.data import Conversation, read_shard, shard_indices, shard_path, write_shard
+from ddtree.train.filters import Sieve, text_keys, unprintable_tokens
+from ddtree.train.lockstep import Lockstep
+from ddtree.train.turns import Template, encode_turns, read_turns
+from ddtree.train.waves import Rows, Rules, Wave
 
-_SENTINEL = "@@user-text@@"
-_SHORTEST_TURN = 3
-_SHORTEST_ANSWER = 4
-_CANDIDATES = (
-    512  # user turns are sampled among so many most likely tokens, which hold nearly all of a top-p of 0.95
-)
-_LOOP_PERIOD = 40
-_LOOP_TOKENS = 24
-_LOOP_EVERY = 16
 _EMPTY_SHARDS = 3
+_NOTE = "synthesis.json"
+_ORDER = 2**63
+"""The stream of draws for the order of waves; waves have those from 0."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,8 @@ class SynthesisConfig:
     Attributes:
         tokens: answer tokens wanted.
         rows: conversations of a wave, and so of a shard.
-        max_turn: most tokens of a user turn; one that does not end by then is dropped.
+        max_turn: most tokens of a user turn that the target writes; one that does not end by then is dropped.
+        max_prompt: most tokens of a given user turn; longer ones are left out.
         max_answer: most tokens of an answer; a longer one is cut.
         greedy_share: share of greedy answers; the others are sampled at temperature 1.
         turn_top_p: nucleus of user turns, sampled at temperature 1.
@@ -63,59 +56,55 @@ class SynthesisConfig:
     tokens: int = 1_000_000
     rows: int = 192
     max_turn: int = 112
+    max_prompt: int = 512
     max_answer: int = 288
     greedy_share: float = 0.5
     turn_top_p: float = 0.95
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "rows", "max_turn", "max_answer"):
+        for name in ("tokens", "rows", "max_turn", "max_prompt", "max_answer"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.greedy_share <= 1:
             raise ConfigError(f"greedy_share={self.greedy_share} is outside 0..1")
         if not 0 < self.turn_top_p <= 1:
             raise ConfigError(f"turn_top_p={self.turn_top_p} is outside (0, 1]")
-
-
-@dataclass(frozen=True)
-class Template:
-    """A chat template around one user turn: token ids before it, and after it up to where the answer begins."""
-
-    prefix: list[int]
-    middle: list[int]
-
-    @staticmethod
-    def of(tokenizer: Any) -> Template:
-        """Raises ConfigError where the tokenizer has no chat template, or one that changes the user's text."""
-        if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(
-                "the tokenizer has no chat template, so the target cannot write user turns itself"
-            )
-        messages = [{"role": "user", "content": _SENTINEL}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        before, _, after = text.partition(_SENTINEL)
-        if not before or not after:
-            raise ConfigError("the target's chat template does not keep the user's text whole")
-        prefix, middle = (tokenizer.encode(part, add_special_tokens=False) for part in (before, after))
-        return Template(prefix, middle)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed} is outside 0..2**63 - 1")
 
 
 @dataclass
-class _Row:
-    """A conversation in flight: template tokens still to come, and the answer's start (0 within the user turn)."""
+class Synthesis:
+    """What a folder holds, and what the last run left out.
 
-    greedy: bool
-    tokens: list[int] = field(default_factory=list)
-    forced: list[int] = field(default_factory=list)
-    answer_start: int = 0
+    Attributes:
+        tokens: answer tokens in the folder's shards.
+        conversations: conversations in them.
+        left_out: conversations of this run that were not kept, by reason.
+    """
+
+    tokens: int
+    conversations: int
+    left_out: Counter[str]
+
+    def __str__(self) -> str:
+        text = f"{self.tokens:,} answer tokens in {self.conversations:,} conversations"
+        if not +self.left_out:
+            return text
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in (+self.left_out).most_common())
+        return f"{text}; left out in this run: {reasons}"
 
 
 class Synthesizer:
     """Makes waves of conversations until a folder holds enough answer tokens.
 
-    With `layers`, the features that training wants are written beside each shard as they come, which saves a second
-    pass of the target over the same tokens.
+    Args:
+        target: writes the answers, and the user turns if none are given.
+        template: what stands around a user turn.
+        folder: where the shards go.
+        config: see `SynthesisConfig`.
+        turns: user turns to answer; a run ends when all have been answered, whatever number of tokens was wanted.
 
     Raises:
         ConfigError: the longest conversation would not fit the target's context.
@@ -127,172 +116,172 @@ class Synthesizer:
         template: Template,
         folder: Path,
         config: SynthesisConfig,
-        layers: tuple[int, ...] = (),
+        turns: list[str] | None = None,
     ) -> None:
-        longest = len(template.prefix) + len(template.middle) + config.max_turn + config.max_answer
-        if longest > target.max_context:
-            raise ConfigError(
-                f"conversations of up to {longest} tokens exceed the target's context of {target.max_context}; "
-                "lower max_turn or max_answer"
-            )
         self._target = target
         self._template = template
         self._folder = folder
         self._config = config
-        self._layers = layers
+        self._rules = Rules(
+            tuple(template.middle),
+            tuple(sorted(target.eos_ids)),
+            config.max_turn,
+            config.max_answer,
+            config.turn_top_p,
+        )
+        left_out: Counter[str] = Counter()
+        self._turns: list[list[list[int]]] | None = None
+        self._digest = ""
+        longest = config.max_turn
+        if turns is not None:
+            encoded, left_out = encode_turns(target.tokenizer, template, turns, config.max_prompt)
+            self._turns = _in_waves(encoded, config)
+            self._digest = hashlib.sha256(json.dumps(encoded).encode()).hexdigest()
+            longest = max(map(len, encoded), default=0)
+        longest += len(template.prefix) + len(template.middle) + config.max_answer
+        if longest > target.max_context:
+            raise ConfigError(
+                f"conversations of up to {longest} tokens exceed the target's context of {target.max_context}; "
+                "lower max_turn, max_prompt or max_answer"
+            )
+        tokenizer = target.tokenizer
+        marked = None if tokenizer is None else unprintable_tokens(tokenizer, target.vocab_size)
+        self._sieve = Sieve(len(template.middle), self._rules.eos, marked, own_turns=turns is None)
+        self._sieve.left_out += left_out
 
-    def run(self, report: Callable[[int], None] | None = None) -> int:
-        """Go on until the shards hold the wanted answer tokens; returns how many they hold.
+    def run(self, report: Callable[[int], None] | None = None) -> Synthesis:
+        """Go on until the shards hold the wanted answer tokens, or all given turns are answered.
 
-        `report` is called with that number at the start and after each shard.
+        `report` is called with the answer tokens held at the start and after each shard.
+
+        Raises:
+            ConfigError: the folder was filled with other settings; or the target ends no turn of its own.
+            CacheMemoryError: the rows do not fit the device's memory.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        done = set(shard_indices(self._folder))
-        held = sum(_answer_tokens(read_shard(shard_path(self._folder, index))[1]) for index in done)
+        self._claim()
+        keys: dict[int, NDArray[np.uint64]] = {}
+        result = Synthesis(0, 0, self._sieve.left_out)
+        for index in shard_indices(self._folder):
+            conversations = read_shard(shard_path(self._folder, index))[1]
+            keys[index] = _keys(conversations)
+            result.tokens += _answer_tokens(conversations)
+            result.conversations += len(conversations)
         index = empty = 0
         while True:
             if report:
-                report(held)
-            if held >= self._config.tokens:
-                return held
-            while index in done:
+                report(result.tokens)
+            while index in keys:
                 index += 1
-            done.add(index)
-            made = self._make_shard(index)
-            held += made
-            empty = 0 if made else empty + 1
-            if empty == _EMPTY_SHARDS:
+            if result.tokens >= self._config.tokens:
+                return result
+            if self._turns is not None and index >= len(self._turns):
+                return result
+            known = np.concatenate([np.zeros(0, np.uint64), *(keys[i] for i in keys if i < index)])
+            rows = self._wave(index)
+            conversations = [
+                Conversation(
+                    rows.tokens[row, : rows.ends[row]], int(rows.answer_start[row]), bool(rows.greedy[row])
+                )
+                for row in self._sieve.keep(rows, known)
+            ]
+            write_shard(shard_path(self._folder, index), self._template.prefix, conversations)
+            keys[index] = _keys(conversations)
+            result.tokens += _answer_tokens(conversations)
+            result.conversations += len(conversations)
+            empty = 0 if conversations else empty + 1
+            if empty == _EMPTY_SHARDS and self._turns is None:
+                reason, _ = self._sieve.left_out.most_common(1)[0]
                 raise ConfigError(
-                    "the target ends no user turn of its own; raise max_turn, or use a chat model"
+                    f"the target ends no user turn of its own that can be used ({reason}); raise max_turn, or use a "
+                    "chat model"
                 )
 
-    def _make_shard(self, index: int) -> int:
-        conversations, features = self._wave(
-            np.random.Generator(np.random.Philox(key=[self._config.seed, index]))
+    def _claim(self) -> None:
+        """Note what makes the folder's shards what they are, or see that it is as noted."""
+        settings = {**asdict(self._config), "prompts": self._digest}
+        del settings["tokens"]
+        note = self._folder / _NOTE
+        if note.exists():
+            before = json.loads(note.read_text(encoding="utf-8"))
+            for name, value in settings.items():
+                if before.get(name) != value:
+                    raise ConfigError(
+                        f"{self._folder} holds answers made with {name}={before.get(name)!r}, not {value!r}: "
+                        "give another folder, or the same settings"
+                    )
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        partial = note.with_name(f"{_NOTE}.partial")
+        partial.write_text(json.dumps(settings), encoding="utf-8")
+        os.replace(partial, note)
+
+    def _wave(self, index: int) -> Rows:
+        """Decode wave `index`."""
+        config, prefix = self._config, self._template.prefix
+        draws = _draws(config.seed, index)
+        turns = self._turns[index] if self._turns is not None else None
+        greedy = draws.random(config.rows if turns is None else len(turns)) < config.greedy_share
+        rows = (
+            Rows.unwritten(greedy, self._rules) if turns is None else Rows.given(turns, greedy, self._rules)
         )
-        if self._layers and features:
-            save_features(features_path(self._folder, index), torch.cat(features))
-        # Written last: a shard that is there has its features beside it.
-        write_shard(shard_path(self._folder, index), self._template.prefix, conversations)
-        return _answer_tokens(conversations)
-
-    def _wave(self, draws: np.random.Generator) -> tuple[list[Conversation], list[Tensor]]:
-        """The conversations of one wave, in the order in which they ended, and the features of each."""
-        target, prefix = self._target, self._template.prefix
-        rows = [_Row(bool(draws.random() < self._config.greedy_share)) for _ in range(self._config.rows)]
-        conversations: list[Conversation] = []
-        features: list[Tensor] = []
-        cache = target.new_cache()
-        for _ in rows:
-            cache.add_row()
-        fed = torch.tensor(prefix, device=target.device).expand(len(rows), len(prefix))
-        seen: list[Tensor] = []  # one [R, F + 1, H] per step after the prefix, rows compacted as they leave
-        with Recorder(target, self._layers) as recorder:
-            while True:
-                depths = torch.arange(fed.shape[1], device=target.device).expand(fed.shape)
-                logits = target.extend(cache, fed, depths, None, keep=1).logits
-                cache.commit([list(range(fed.shape[1]))] * len(rows))
-                assert logits is not None
-                if self._layers and rows[0].tokens:
-                    seen.append(recorder.take()[:, 0].to("cpu", torch.bfloat16))
-                chosen = self._choose(logits[:, -1], rows, draws)
-                ended = [self._append(row, token) for row, token in zip(rows, chosen, strict=True)]
-                for index in reversed(range(len(rows))):
-                    if ended[index] is None:
-                        continue
-                    row = rows[index]
-                    if ended[index]:
-                        conversations.append(Conversation(np.array(row.tokens), row.answer_start, row.greedy))
-                        if self._layers:
-                            features.append(_features(seen, index))
-                    drop_row(rows, index)
-                    cache.drop_row(index)
-                    for step in seen:
-                        step[index] = step[len(rows)]
-                if not rows:
-                    return conversations, features
-                fed = torch.tensor([[row.tokens[-1]] for row in rows], device=target.device)
-
-    def _append(self, row: _Row, token: int) -> bool | None:
-        """Take the chosen token in; True when the conversation is complete, False when it is void, else None."""
-        config, middle = self._config, self._template.middle
-        if row.forced:
-            row.tokens.append(row.forced.pop(0))
-            return None
-        if row.answer_start == 0:
-            if token == middle[0] and len(row.tokens) >= _SHORTEST_TURN and not loops(row.tokens):
-                row.answer_start = len(row.tokens) + len(middle)
-                row.forced = middle[1:]
-            elif (
-                token == middle[0] or token in self._target.eos_ids or len(row.tokens) + 1 >= config.max_turn
-            ):
-                return False
-            row.tokens.append(token)
-            return None
-        row.tokens.append(token)
-        length = len(row.tokens) - row.answer_start
-        looping = length % _LOOP_EVERY == 0 and loops(row.tokens[row.answer_start :])
-        if token in self._target.eos_ids or length >= config.max_answer or looping:
-            return length >= _SHORTEST_ANSWER
-        return None
-
-    def _choose(self, logits: Tensor, rows: list[_Row], draws: np.random.Generator) -> list[int]:
-        """Each row's next token from logits [R, V]: nucleus in a user turn, greedy or at temperature 1 in an answer."""
-        chosen = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-        free = [i for i, row in enumerate(rows) if row.answer_start and not row.forced]
-        greedy = [i for i in free if rows[i].greedy]
-        if greedy:
-            chosen[greedy] = logits[greedy].float().max(dim=-1).indices
-        turn = [i for i, row in enumerate(rows) if not row.answer_start]
-        sampled = [i for i in free if not rows[i].greedy]
-        for indices, top_p in ((turn, self._config.turn_top_p), (sampled, None)):
-            if indices:
-                uniform = torch.tensor(draws.random(len(indices)))
-                chosen[indices] = draw(logits[indices], uniform, top_p)
-        return chosen.tolist()
+        decoder = Lockstep(self._target, len(greedy), len(prefix) + rows.tokens.shape[1])
+        return Wave(decoder, self._rules, rows, draws).run(prefix)
 
 
-def _features(seen: list[Tensor], row: int) -> Tensor:
-    """[n, F + 1, H] of a row's tokens; zero for the last one, which no block's context reaches and no pass has run."""
-    steps = [step[row] for step in seen]
-    return torch.stack([*steps, torch.zeros_like(steps[0])])
+def _keys(conversations: list[Conversation]) -> NDArray[np.uint64]:
+    """Keys of the conversations' user turns."""
+    starts = np.array([c.answer_start for c in conversations], np.int64)
+    turns = np.zeros((len(conversations), int(starts.max(initial=0))), np.int32)
+    for row, conversation in enumerate(conversations):
+        turns[row, : starts[row]] = conversation.tokens[: starts[row]]
+    return text_keys(turns, starts)
 
 
 def _answer_tokens(conversations: list[Conversation]) -> int:
     return sum(len(c.tokens) - c.answer_start for c in conversations)
 
 
-def draw(logits: Tensor, uniform: Tensor, top_p: float | None = None) -> Tensor:
-    """One token per row of logits [R, V] at temperature 1, by inversion of `uniform` [R] in [0, 1); int64 [R].
-
-    With `top_p`, from the smallest set of most likely tokens whose mass reaches it.
-    """
-    scores = logits.float()
-    order = None
-    if top_p is None:
-        mass = (scores - scores.amax(dim=-1, keepdim=True)).exp()
-    else:
-        total = scores.logsumexp(dim=-1, keepdim=True)
-        scores, order = scores.topk(min(_CANDIDATES, scores.shape[-1]), dim=-1)
-        mass = (scores - total).exp()
-        mass = mass * (mass.cumsum(dim=-1) - mass < top_p)
-    running = mass.cumsum(dim=-1)
-    # Apple's GPU knows no float64: the type changes before the device.
-    aim = uniform.to(running.dtype).to(running.device)[:, None] * running[:, -1:]
-    # A rounded aim may reach the total itself, past the last token with any mass.
-    index = torch.searchsorted(running, aim, right=True)
-    last = (mass > 0).int().mul(torch.arange(mass.shape[-1], device=mass.device)).amax(dim=-1, keepdim=True)
-    index = torch.minimum(index, last)
-    return (index if order is None else order.gather(1, index))[:, 0]
+def _in_waves(turns: list[list[int]], config: SynthesisConfig) -> list[list[list[int]]]:
+    """Turns of like length together, since a wave's short ones wait for its long ones; the waves in random order."""
+    ordered = sorted(turns, key=len)
+    groups = [ordered[at : at + config.rows] for at in range(0, len(ordered), config.rows)]
+    return [groups[i] for i in _draws(config.seed, _ORDER).permutation(len(groups))]
 
 
-def loops(tokens: list[int]) -> bool:
-    """The text ends in at least three turns, and 24 tokens, of one period: the model is caught in a loop."""
-    n = len(tokens)
-    for period in range(1, _LOOP_PERIOD + 1):
-        span = max(3 * period, _LOOP_TOKENS)
-        if n < span + period:
-            return False
-        if tokens[n - span :] == tokens[n - span - period : n - period]:
-            return True
-    return False
+def _draws(seed: int, stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=np.array([seed, stream], np.uint64)))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ddtree train synthesize`."""
+    group = parser.add_argument_group("synthesize")
+    default = SynthesisConfig()
+    for option, value, text in (
+        ("--tokens", default.tokens, "answer tokens wanted"),
+        ("--rows", default.rows, "conversations at once; thousands on a GPU"),
+        ("--max-turn", default.max_turn, "tokens of a user turn that the target writes"),
+        ("--max-prompt", default.max_prompt, "tokens of a given user turn; longer ones are left out"),
+        ("--max-answer", default.max_answer, "tokens of an answer"),
+        ("--greedy-share", default.greedy_share, "share of greedy answers; the others are sampled"),
+    ):
+        group.add_argument(option, type=type(value), default=value, help=f"{text} (default: %(default)s)")
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        help='JSON lines with user turns to answer, {"prompt"}, {"turns"} or {"messages"}: the first turn of each '
+        "(default: the target writes its own)",
+    )
+
+
+def synthesis_config(args: argparse.Namespace) -> SynthesisConfig:
+    """The settings that the options stand for."""
+    values = {
+        field.name: getattr(args, field.name) for field in fields(SynthesisConfig) if field.name in args
+    }
+    return replace(SynthesisConfig(), **values)
+
+
+def synthesizer_of(args: argparse.Namespace, target: Target, folder: Path) -> Synthesizer:
+    """What the options ask for. Raises ConfigError for a prompt file or template that cannot be used."""
+    turns = read_turns(args.prompts) if args.prompts else None
+    return Synthesizer(target, Template.of(target.tokenizer), folder, synthesis_config(args), turns)
