@@ -1,77 +1,81 @@
-"""Packing draft blocks: many blocks of one conversation in a single pass of the drafter.
+"""Packing draft blocks: many blocks of many conversations in a single pass of the drafter.
 
 DFlash's training layout (arXiv 2602.06036; SpecForge builds the same): a block anchored at position a is
 [anchor token, mask, mask, ...]; all blocks of a conversation stand one behind the other as queries, and the keys
 are the conversation's context features followed by all blocks. A block sees the context strictly before its anchor,
 as it will when drafting, and itself.
+
+A block may begin with more tokens than its anchor (D2SD's variable prefixes, arXiv 2606.04446): these slots are
+given, so they predict nothing, and the first masked slot counts as a block's first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ddtree.train.batches import Batch
 
 IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A blocks of size b in one conversation, whose context is its first S positions.
+    """A blocks of size b in each of C conversations, whose context is their first S positions.
 
     Attributes:
-        tokens: int64 [A * b], each block an anchor token and b - 1 mask tokens.
-        positions: int64 [A * b].
-        labels: int64 [A, b - 1], the tokens that follow each anchor; IGNORED beyond the conversation's end.
-        mask: bool [A * b, S + A * b], which keys each query sees.
+        tokens: int64 [C, A * b], each block its anchor token, given tokens if any, and mask tokens.
+        positions: int64 [C, A * b].
+        labels: int64 [C, A, b - 1], the tokens that follow each anchor; IGNORED where nothing is to be predicted:
+            given slots, slots beyond the conversation's end, and blocks that are not there.
+        inside: bool [C, A, b - 1], which of those slots lie within the conversation, of blocks that are there.
+        known: int64 [C, A], given tokens beside the anchor.
+        mask: bool [C, A * b, S + A * b], which keys each query sees.
         context: S.
     """
 
     tokens: Tensor
     positions: Tensor
     labels: Tensor
+    inside: Tensor
+    known: Tensor
     mask: Tensor
     context: int
 
-    def to(self, device: torch.device) -> Blocks:
-        tensors = ("tokens", "positions", "labels", "mask")
-        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
-
-def pack(tokens: Tensor, anchors: Tensor, block: int, mask_id: int) -> Blocks:
-    """Blocks of a conversation.
+def pack(batch: Batch, block: int, mask_id: int) -> Blocks:
+    """The blocks of a batch, made on its device.
 
     Args:
-        tokens: int64 [n], the conversation from position 0 on.
-        anchors: int64 [A], positions of the anchors, each below n.
+        batch: conversations and anchors.
         block: block size b, anchor included.
         mask_id: token id of the masked slots.
     """
-    count = len(anchors)
-    offsets = torch.arange(block)
-    positions = anchors[:, None] + offsets
-    filled = torch.full((count, block), mask_id)
-    filled[:, 0] = tokens[anchors]
-    following = positions[:, 1:]
-    labels = tokens[following.clamp(max=len(tokens) - 1)].masked_fill(following >= len(tokens), IGNORED)
-    context = int(anchors.max())
+    tokens, anchors = batch.tokens, batch.anchors
+    count, there = len(tokens), batch.known >= 0
+    offsets = torch.arange(block, device=tokens.device)
+    positions = anchors[..., None] + offsets
+    text = tokens.gather(1, positions.clamp(max=tokens.shape[1] - 1).flatten(1)).view_as(positions)
+    given = offsets <= batch.known.clamp(min=0)[..., None]
+    inside = (positions < batch.lengths[:, None, None]) & there[..., None]
     return Blocks(
-        filled.flatten(), positions.flatten(), labels, packed_mask(anchors, block, context), context
+        tokens=torch.where(given, text, mask_id).flatten(1),
+        positions=positions.flatten(1),
+        labels=torch.where(inside & ~given, text, IGNORED)[..., 1:],
+        inside=inside[..., 1:],
+        known=batch.known.clamp(min=0),
+        mask=packed_mask(anchors, block, batch.context).view(
+            count, -1, batch.context + anchors.shape[1] * block
+        ),
+        context=batch.context,
     )
 
 
 def packed_mask(anchors: Tensor, block: int, context: int) -> Tensor:
-    """Bool [A * b, context + A * b]: query i sees context position j < its block's anchor, and all of its own block."""
-    of_query = torch.arange(len(anchors)).repeat_interleave(block)
-    sees_context = torch.arange(context)[None] < anchors[of_query][:, None]
-    return torch.cat([sees_context, of_query[:, None] == of_query[None]], dim=1)
-
-
-def random_anchors(start: int, length: int, count: int, generator: torch.Generator) -> Tensor:
-    """Up to `count` distinct positions of an answer that begins at `start` in a text of `length` tokens, ascending.
-
-    The last token has nothing after it to predict, so it is no anchor.
-    """
-    available = max(0, length - 1 - start)
-    return torch.randperm(available, generator=generator)[:count].sort().values + start
+    """Bool [C, A * b, context + A * b] of anchors [C, A]: a query sees the context before its anchor and its block."""
+    of_query = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
+    sees_context = torch.arange(context, device=anchors.device) < anchors[:, of_query, None]
+    sees_block = (of_query[:, None] == of_query).expand(len(anchors), -1, -1)
+    return torch.cat([sees_context, sees_block], dim=2)

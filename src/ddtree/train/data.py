@@ -18,8 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,9 @@ from torch import Tensor
 
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.target import Target
-from ddtree.train.record import Recorder
+from ddtree.train.teacher import Teacher
 
+_NOTE = "features.json"
 _PASS_TOKENS = 8192  # tokens of one teacher pass, padding included
 
 
@@ -165,37 +165,80 @@ class Corpus:
         for index in self.train if indices is None else indices:
             yield self.conversations[index].answer
 
-    def prepare(self, target: Target, layers: tuple[int, ...]) -> None:
-        """Make the features that are not there yet, or that were made for other layers."""
-        wanted = {"layers": list(layers), "hidden_size": target.hidden_size}
-        note = self.folder / "features.json"
-        if not note.exists() or json.loads(note.read_text(encoding="utf-8")) != wanted:
+    def span(self, index: int) -> tuple[int, int]:
+        """Where a conversation's answer starts, and its length, the template's prefix included."""
+        conversation, before = self.conversations[index], len(self.prefix)
+        return before + conversation.answer_start, before + len(conversation.tokens)
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        """A conversation's tokens, the template's prefix included."""
+        return np.concatenate([self.prefix, self.conversations[index].tokens]).astype(np.int64)
+
+    def counts(self, vocab_size: int, answers: bool = False) -> NDArray[np.int64]:
+        """How often each token occurs: in all conversations, or in the answers of the training split."""
+        parts = [c.tokens for c in self.conversations]
+        if answers:
+            parts = [c.tokens[c.answer_start :] for c in (self.conversations[i] for i in self.train)]
+        return np.bincount(np.concatenate(parts), minlength=vocab_size)
+
+    def prepared(self, target: Target, layers: tuple[int, ...]) -> bool:
+        """Whether the features of all shards lie beside them, made for these layers."""
+        paths = [features_path(self.folder, index) for index in shard_indices(self.folder)]
+        return self._noted() == _note(target, layers) and all(path.exists() for path in paths)
+
+    def prepare(
+        self, target: Target, layers: tuple[int, ...], report: Callable[[int], None] | None = None
+    ) -> None:
+        """Make the features that are not there yet, or that were made for other layers.
+
+        `report` is called with the number of shards that have theirs.
+        """
+        if self._noted() != _note(target, layers):
             for path in (*self.folder.glob("feats[0-9]*.npy"), self.folder / "prefix_feats.npy"):
                 path.unlink(missing_ok=True)
-            note.write_text(json.dumps(wanted), encoding="utf-8")
+            (self.folder / _NOTE).write_text(json.dumps(_note(target, layers)), encoding="utf-8")
         if not (self.folder / "prefix_feats.npy").exists():
             [features] = teacher_pass(target, [self.prefix], layers)
             save_features(self.folder / "prefix_feats.npy", features)
-        for index in shard_indices(self.folder):
+        for done, index in enumerate(shard_indices(self.folder)):
+            if report:
+                report(done)
             if features_path(self.folder, index).exists():
                 continue
             _, conversations = read_shard(shard_path(self.folder, index))
             texts = [self.prefix + [int(t) for t in c.tokens] for c in conversations]
+            none = torch.empty((0, len(layers) + 1, target.hidden_size))
             parts = [part[len(self.prefix) :] for part in teacher_pass(target, texts, layers)]
-            save_features(features_path(self.folder, index), torch.cat(parts))
+            save_features(features_path(self.folder, index), torch.cat([none, *parts]))
 
-    def example(self, index: int) -> Example:
-        """A conversation with its features, the template's prefix in front; `prepare` comes first."""
+    def features(self, index: int, length: int | None = None) -> Tensor:
+        """The features [length, F + 1, H] of a conversation's first tokens, prefix included; `prepare` comes first."""
         shard, offset = self._where[index]
         if shard not in self._maps:
             self._maps[shard] = np.load(features_path(self.folder, shard), mmap_mode="r")
         if self._prefix_features is None:
             self._prefix_features = load_features(np.load(self.folder / "prefix_feats.npy"))
-        conversation = self.conversations[index]
-        part = np.array(self._maps[shard][offset : offset + len(conversation.tokens)])
-        return make_example(
-            self.prefix, conversation, torch.cat([self._prefix_features, load_features(part)])
-        )
+        own = len(self.conversations[index].tokens)
+        if length is not None:
+            own = max(0, length - len(self.prefix))
+        part = np.array(self._maps[shard][offset : offset + own])
+        return torch.cat([self._prefix_features, load_features(part)])[:length]
+
+    def example(self, index: int) -> Example:
+        """A conversation with its features, the template's prefix in front; `prepare` comes first."""
+        return make_example(self.prefix, self.conversations[index], self.features(index))
+
+    def examples(self, indices: list[int], target: Target, layers: tuple[int, ...]) -> list[Example]:
+        """Conversations with their features, from the disk if they all are there, and else computed."""
+        if self.prepared(target, layers):
+            return [self.example(index) for index in indices]
+        found = teacher_pass(target, [self.text(index).tolist() for index in indices], layers)
+        pairs = zip(indices, found, strict=True)
+        return [make_example(self.prefix, self.conversations[index], own) for index, own in pairs]
+
+    def _noted(self) -> Any:
+        path = self.folder / _NOTE
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def make_example(prefix: list[int], conversation: Conversation, features: Tensor) -> Example:
@@ -209,22 +252,17 @@ def teacher_pass(target: Target, texts: list[list[int]], layers: tuple[int, ...]
     """The target's features of whole texts: per text, bfloat16 [n, F + 1, H] on the CPU (see `Example`)."""
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    with Recorder(target, layers) as recorder:
-        while order:
-            width = len(texts[order[-1]])
-            batch = [order.pop() for _ in range(min(len(order), max(1, _PASS_TOKENS // width)))]
-            padded = torch.zeros((len(batch), width), dtype=torch.int64, device=target.device)
-            for row, i in enumerate(batch):
-                padded[row, : len(texts[i])] = torch.tensor(texts[i])
-            cache = target.new_cache()
-            for _ in batch:
-                cache.add_row()
-            depths = torch.arange(width, device=target.device).expand(len(batch), width)
-            # Texts are padded at their end and attention is causal: padding changes nothing before it.
-            target.extend(cache, padded, depths, None, keep=1)
-            features = recorder.take()
-            for row, i in enumerate(batch):
-                found[i] = features[row, : len(texts[i])].to("cpu", torch.bfloat16)
+    teacher = Teacher(target, layers)
+    while order:
+        width = len(texts[order[-1]])
+        batch = [order.pop() for _ in range(min(len(order), max(1, _PASS_TOKENS // width)))]
+        padded = torch.zeros((len(batch), width), dtype=torch.int64)
+        for row, i in enumerate(batch):
+            padded[row, : len(texts[i])] = torch.tensor(texts[i])
+        features = teacher(padded.to(target.device)).to("cpu", torch.bfloat16)
+        for row, i in enumerate(batch):
+            # A copy, so that the pass's padding does not live as long as the text.
+            found[i] = features[row, : len(texts[i])].clone()
     return found
 
 
@@ -250,11 +288,14 @@ def draft_vocabulary(corpus: Corpus, size: int, always: frozenset[int]) -> Tenso
         raise ConfigError(
             f"draft_vocabulary={size} is too small; use at least 2, or 0 for the target's own vocabulary"
         )
-    counts: Counter[int] = Counter()
-    for answer in corpus.answers():
-        counts.update(answer)
-    ranked = sorted(counts.keys() | always, key=lambda token: (token not in always, -counts[token], token))
+    counts = corpus.counts(max(always, default=0) + 1, answers=True)
+    seen = set(np.flatnonzero(counts).tolist()) | always
+    ranked = sorted(seen, key=lambda token: (token not in always, -int(counts[token]), token))
     return torch.tensor(sorted(ranked[:size]))
+
+
+def _note(target: Target, layers: tuple[int, ...]) -> dict[str, Any]:
+    return {"layers": list(layers), "hidden_size": target.hidden_size}
 
 
 def _fraction(key: bytes) -> float:

@@ -31,8 +31,10 @@ class Figure:
     tau: dict[str, float]
 
 
-def machine() -> str:
-    """This machine, in words."""
+def machine(device: torch.device) -> str:
+    """What a device is, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as lines:
@@ -65,12 +67,13 @@ def export(work: Path, out: Path) -> None:
     """
     summary = read_json(work / SUMMARY, "fit")
     figures = [Figure(**figure) for figure in read_json(work / EVALUATION, "evaluate")]
-    for name in (f"{DRAFTER}/config.json", f"{DRAFTER}/model.safetensors", NGRAMS):
+    for name in (f"{DRAFTER}/config.json", f"{DRAFTER}/model.safetensors"):
         if not (work / name).exists():
             raise CheckpointError(f"{work / name} is missing; run `ddtree train fit` first")
     out.mkdir(parents=True, exist_ok=True)
     shutil.copytree(work / DRAFTER, out / DRAFTER, dirs_exist_ok=True)
-    shutil.copyfile(work / NGRAMS, out / NGRAMS)
+    if (work / NGRAMS).exists():
+        shutil.copyfile(work / NGRAMS, out / NGRAMS)
     (out / DRAFTER / "README.md").write_text(card(summary, figures), encoding="utf-8")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -36,13 +35,12 @@ def mask_token(target: Target, corpus: Corpus) -> int:
 
     It may occur in texts, since drafts are told from masks by their place; it only must not end a text.
     """
-    counts: Counter[int] = Counter(corpus.prefix)
-    for conversation in corpus.conversations:
-        counts.update(conversation.tokens.tolist())
+    counts = corpus.counts(target.vocab_size)
+    counts[corpus.prefix] += 1
     special = set(getattr(target.tokenizer, "all_special_ids", ())) | target.eos_ids
     added = set(getattr(target.tokenizer, "added_tokens_decoder", ()))
     candidates = [token for token in range(target.vocab_size) if token not in special]
-    return min(candidates, key=lambda token: (counts[token], token not in added, token))
+    return min(candidates, key=lambda token: (int(counts[token]), token not in added, token))
 
 
 def draft_config(

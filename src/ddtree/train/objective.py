@@ -4,18 +4,25 @@ Slot k (k >= 1) predicts the token k places after the anchor, and slots count wi
 a late slot only matters when all earlier ones were right (arXiv 2602.06036). Beside the token that came, the target's
 own distribution at that place can be the label: the marginal that a slot should learn is the mean of both, and the
 second has less noise, which is worth most where answers are few.
+
+The head is frozen and a product with its matrix, so its part of the backward pass is written out: scores exist for a
+chunk of the blocks at a time, and become the gradient of the head's input there and then.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ddtree.errors import ConfigError
+from ddtree.train.batches import Batch
 from ddtree.train.blocks import IGNORED, Blocks
+
+LOSSES = ("ce", "kl", "dpace")
+_CHUNK_ENTRIES = 2**26  # scores of a chunk on a GPU: 256 MiB
 
 
 class Vocabulary:
@@ -23,14 +30,17 @@ class Vocabulary:
 
     Attributes:
         ids: int64 [D], target token of each draft token, or None when the drafter proposes any token.
-        head: [D, H] weights, [D] bias or None.
+        size: D.
+        weight: [D, H], the head's rows.
+        bias: [D], or None.
     """
 
     def __init__(self, ids: Tensor | None, weight: Tensor, bias: Tensor | None = None) -> None:
+        ids = None if ids is None else ids.to(weight.device)
         self.ids = ids
         self.size = len(weight) if ids is None else len(ids)
-        self._weight = weight if ids is None else weight[ids].contiguous()
-        self._bias = bias if ids is None or bias is None else bias[ids]
+        self.weight = weight if ids is None else weight[ids].contiguous()
+        self.bias = bias if ids is None or bias is None else bias[ids]
         self._index: Tensor | None = None
         if ids is not None:
             self._index = torch.full((len(weight),), IGNORED, device=weight.device)
@@ -38,8 +48,8 @@ class Vocabulary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 scores [n, D] of hidden states [n, H]."""
-        bias = None if self._bias is None else self._bias.to(hidden.dtype)
-        return functional.linear(hidden, self._weight.to(hidden.dtype), bias).float()
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        return functional.linear(hidden, self.weight.to(hidden.dtype), bias).float()
 
     def index(self, tokens: Tensor) -> Tensor:
         """Draft token of each target token; IGNORED for tokens outside, and for IGNORED itself."""
@@ -48,104 +58,258 @@ class Vocabulary:
         return torch.where(tokens == IGNORED, IGNORED, self._index[tokens.clamp(min=0)])
 
 
-@dataclass(frozen=True, eq=False)
-class Loss:
-    """Sums over the slots of some blocks; they add up over conversations.
+@dataclass(frozen=True)
+class Objective:
+    """What is minimized.
 
     Attributes:
-        total: weighted sum of the objective, with gradient.
-        hard: weighted sum of the cross-entropy with the tokens that came.
-        weight: sum of the weights.
-        accepted: drafted tokens that a chain would have had accepted, over all blocks.
-        blocks: number of blocks.
+        loss: "ce", the cross-entropy with the label; "kl", the divergence from the target's distribution over the
+            draft vocabulary, whatever token came (up to a constant, its cross-entropy); "dpace", the cross-entropy
+            with weights that are the derivative of the expected accepted length (D-PACE, arXiv 2605.18810).
+        gamma: decay of the slots' weights; not read by "dpace", which has its own.
+        soft: share of the target's distribution in the label of "ce" and "dpace", 0..1.
+        alpha: of "dpace": slot k is taken for right with probability (1 - alpha) * p_k + alpha.
     """
 
-    total: Tensor
-    hard: float
-    weight: float
-    accepted: int
-    blocks: int
+    loss: str = "ce"
+    gamma: float = 4.0
+    soft: float = 0.0
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ConfigError(f"loss={self.loss!r} is unknown; use {', '.join(LOSSES)}")
+        if not (self.gamma > 0 and 0 <= self.soft <= 1 and 0 <= self.alpha <= 1):
+            raise ConfigError("gamma must be positive, and soft and alpha within 0..1")
+
+    @property
+    def share(self) -> float:
+        """Share of the target's distribution in the label."""
+        return 1.0 if self.loss == "kl" else self.soft
 
 
-def slot_weights(slots: int, gamma: float) -> Tensor:
-    return torch.exp(-torch.arange(slots) / gamma)
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """What N blocks of L slots should say, on the device.
 
-
-def block_loss(
-    scores: Tensor, blocks: Blocks, hidden: Tensor, vocabulary: Vocabulary, gamma: float, soft: float
-) -> Loss:
-    """The objective of a conversation's blocks.
-
-    Args:
-        scores: float32 [A, b - 1, D], the drafter's logits.
-        blocks: their labels.
-        hidden: [n, H], what enters the target's head at each position; read when `soft` > 0.
-        vocabulary: the draft vocabulary; slots whose label is outside it do not count.
-        gamma: decay of the slots' weights.
-        soft: share of the target's distribution in the label, 0..1.
+    Attributes:
+        index: int64 [N, L], draft token that came, 0 where `known` is not.
+        here: bool [N, L], the token that came is to be predicted and in the draft vocabulary.
+        inside: bool [N, L], a token came, and the slot is to predict it.
+        given: bool [N, L], the slot is not to predict the token, since the block begins with it.
+        distance: int64 [N, L], predicted slots of the block before it.
+        there: bool [N], the block exists.
     """
-    labels = vocabulary.index(blocks.labels)
-    counted = labels != IGNORED
-    weights = slot_weights(labels.shape[1], gamma).to(labels.device) * counted
-    anchors = blocks.positions.view(len(labels), -1)[:, 0].tolist()
-    teacher, first = None, min(anchors)
-    if soft:
-        with torch.no_grad():
-            seen = hidden[first : max(anchors) + labels.shape[1]].to(labels.device)
-            teacher = vocabulary.logits(seen).softmax(dim=-1)
-            beyond = max(anchors) + labels.shape[1] - first - len(teacher)
-            teacher = functional.pad(teacher, (0, 0, 0, max(0, beyond)))
-    places = [anchor - first for anchor in anchors]
-    total, hard, best = _CrossEntropy.apply(scores, labels.clamp(min=0), weights, teacher, places, soft)
-    right = (best == labels) & counted
-    return Loss(
-        total=total,
-        hard=float((hard * weights).sum()),
-        weight=float(weights.sum()),
-        accepted=int(right.int().cumprod(dim=1).sum()),
-        blocks=len(labels),
+
+    index: Tensor
+    here: Tensor
+    inside: Tensor
+    given: Tensor
+    distance: Tensor
+    there: Tensor
+
+    def part(self, at: slice) -> Labels:
+        return Labels(*(getattr(self, name)[at] for name in self.__dataclass_fields__))
+
+
+def labels_of(batch: Batch, blocks: Blocks, vocabulary: Vocabulary) -> Labels:
+    """The labels of a batch's blocks, N = C * A."""
+    index = vocabulary.index(blocks.labels).flatten(0, 1)
+    inside = blocks.inside.flatten(0, 1)
+    slots = torch.arange(index.shape[1], device=index.device)
+    known = blocks.known.flatten()[:, None]
+    given = slots < known
+    return Labels(
+        index=index.clamp(min=0),
+        here=index != IGNORED,
+        inside=inside & ~given,
+        given=given,
+        distance=(slots - known).clamp(min=0),
+        there=batch.known.flatten() >= 0,
     )
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Weighted cross-entropy with the label (1 - soft) * [token that came] + soft * teacher.
+def teacher_places(batch: Batch, blocks: Blocks, slots: int) -> Tensor:
+    """Int64 [C, A, L]: the position whose output the target predicts a slot's token from, the one before it."""
+    offsets = torch.arange(slots, device=batch.anchors.device)
+    return (batch.anchors[..., None] + offsets).clamp(max=batch.tokens.shape[1] - 1)
 
-    The gradient, weight * (softmax - label), is made in the forward in one buffer. On CPU the passes over [slots,
-    vocabulary] that autograd would make cost as much as the drafter itself.
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums over the slots of some blocks, on the device; they add up over chunks, passes and processes.
+
+    Attributes:
+        values: float32 [5]: weighted objective, weighted cross-entropy with the tokens that came, weight, drafted
+            tokens that a chain would have had accepted, blocks.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        teacher: Tensor | None,
-        places: list[int],
-        soft: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        gradient = scores.softmax(dim=-1)
-        best = scores.argmax(dim=-1)
-        top = best[..., None]
-        # The largest probability is at least 1 / D, so its logarithm is safe where that of a label's might not be.
-        normalizer = (scores.gather(-1, top) - gradient.gather(-1, top).log())[..., 0]
-        hard = normalizer - scores.gather(-1, labels[..., None])[..., 0]
-        loss = hard
-        if teacher is not None:
-            slots = scores.shape[1]
-            mean = torch.empty_like(hard)
-            for block, place in enumerate(places):
-                expected = teacher[place : place + slots]
-                mean[block] = torch.linalg.vecdot(expected, scores[block])
-                gradient[block].sub_(expected, alpha=soft)
-            loss = (1 - soft) * hard + soft * (normalizer - mean)
-        gradient.scatter_add_(-1, labels[..., None], torch.full_like(hard, soft - 1)[..., None])
-        gradient.mul_(weights[..., None])
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(hard, best)
-        return (loss * weights).sum(), hard, best
+    values: Tensor
 
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * outer[0], None, None, None, None, None
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.values + other.values)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.values[2]
+
+
+def head_loss(
+    normed: Tensor,
+    batch: Batch,
+    blocks: Blocks,
+    hidden: Tensor | None,
+    vocabulary: Vocabulary,
+    objective: Objective,
+    gradient: bool = True,
+    chunk: int | None = None,
+) -> tuple[Sums, Tensor | None]:
+    """The objective of a batch's blocks, and its derivative by what enters the head.
+
+    Args:
+        normed: [C, A, L, H], what the drafter gives to the head, without gradient.
+        batch: the conversations.
+        blocks: their blocks.
+        hidden: [C, n, H], what enters the target's head at each position; read when `objective.share` > 0.
+        vocabulary: the draft vocabulary; slots whose token is outside it count for "kl" only.
+        objective: what is minimized.
+        gradient: whether the derivative is wanted.
+        chunk: blocks whose scores exist at a time; by default one conversation's on the CPU, and 256 MiB of scores
+            elsewhere.
+
+    Returns:
+        The sums, and the derivative [C, A, L, H] of the weighted objective's sum, in the dtype of `normed`.
+    """
+    conversations, anchors, slots, size = normed.shape
+    labels = labels_of(batch, blocks, vocabulary)
+    states = normed.reshape(-1, slots, size)
+    made = torch.empty_like(states) if gradient else None
+    sums = Sums(torch.zeros(5, device=states.device))
+    places = teacher_places(batch, blocks, slots)
+    if states.device.type == "cpu" and chunk is None:
+        for row in range(conversations):
+            at = slice(row * anchors, (row + 1) * anchors)
+            teacher = (
+                _shared(hidden[row], places[row], vocabulary)
+                if hidden is not None and objective.share
+                else None
+            )
+            own, derived = _chunk(states[at], labels.part(at), teacher, vocabulary, objective, gradient)
+            sums += own
+            if made is not None and derived is not None:
+                made[at] = derived
+    else:
+        step = chunk or max(1, _CHUNK_ENTRIES // (slots * vocabulary.size))
+        row_of = torch.arange(conversations, device=states.device)[:, None, None] * batch.tokens.shape[1]
+        flat = (places + row_of).flatten(0, 1)
+        for start in range(0, len(states), step):
+            at = slice(start, start + step)
+            teacher = None
+            if hidden is not None and objective.share:
+                rows = hidden.flatten(0, 1)[flat[at].flatten()]
+                teacher = _Teacher(vocabulary.logits(rows).softmax(dim=-1), None)
+            own, derived = _chunk(states[at], labels.part(at), teacher, vocabulary, objective, gradient)
+            sums += own
+            if made is not None and derived is not None:
+                made[at] = derived
+    return sums, None if made is None else made.view_as(normed)
+
+
+@dataclass(frozen=True, eq=False)
+class _Teacher:
+    """The target's distributions of some slots: one row for each slot, or rows that slots of several blocks share.
+
+    Attributes:
+        rows: float32 [m, D].
+        starts: of each block, the row of its first slot, the others following; None when slot i of all has row i.
+    """
+
+    rows: Tensor
+    starts: list[int] | None
+
+
+def _shared(hidden: Tensor, places: Tensor, vocabulary: Vocabulary) -> _Teacher:
+    """Distributions of a conversation: blocks overlap, so on a CPU it pays to compute a position's only once."""
+    slots = places.shape[1]
+    starts = places[:, 0].tolist()
+    first, last = min(starts), max(starts) + slots
+    rows = vocabulary.logits(hidden[first:last]).softmax(dim=-1)
+    return _Teacher(
+        functional.pad(rows, (0, 0, 0, last - first - len(rows))), [start - first for start in starts]
+    )
+
+
+def _chunk(
+    states: Tensor,
+    labels: Labels,
+    teacher: _Teacher | None,
+    vocabulary: Vocabulary,
+    objective: Objective,
+    gradient: bool,
+) -> tuple[Sums, Tensor | None]:
+    """Objective and derivative of some blocks' slots [N, L, H].
+
+    The derivative by the scores, weight * (softmax - label), is made in one buffer. On CPU the passes over [slots,
+    vocabulary] that autograd would make cost as much as the drafter itself.
+    """
+    count, slots, size = states.shape
+    # Flat and contiguous: PyTorch's CPU kernels turn a strided slice into a batched product, several times slower.
+    flat = states.reshape(-1, size)
+    scores = vocabulary.logits(flat)
+    index = labels.index.view(-1, 1)
+    derived = scores.softmax(dim=-1)
+    best = scores.argmax(dim=-1)
+    # The largest probability is at least 1 / D, so its logarithm is safe where that of a label's might not be.
+    normalizer = (scores.gather(1, best[:, None]) - derived.gather(1, best[:, None]).log())[:, 0]
+    hard = normalizer - scores.gather(1, index)[:, 0]
+    share, loss = objective.share, hard
+    if teacher is not None:
+        loss = (1 - share) * hard + share * (normalizer - _subtract(derived, scores, teacher, share, slots))
+    hard, loss, best = hard.view(count, slots), loss.view(count, slots), best.view(count, slots)
+    weights = _weights(objective, labels, hard)
+    right = ((best == labels.index) & labels.here) | labels.given
+    accepted = (right.int().cumprod(dim=1) * labels.here).sum()
+    blocks = labels.there.sum()
+    weight = blocks if objective.loss == "dpace" else weights.sum()
+    parts = [(loss * weights).sum(), (hard * weights * labels.here).sum(), weight, accepted, blocks]
+    sums = Sums(torch.stack([part.float() for part in parts]))
+    if not gradient:
+        return sums, None
+    if share < 1:
+        derived.scatter_add_(1, index, torch.full_like(index, share - 1, dtype=derived.dtype))
+    derived.mul_(weights.view(-1, 1))
+    return sums, (derived.to(flat.dtype) @ vocabulary.weight.to(flat.dtype)).view_as(states)
+
+
+def _subtract(derived: Tensor, scores: Tensor, teacher: _Teacher, share: float, slots: int) -> Tensor:
+    """Take `share` of the target's distributions off; returns the scores' means [n] under them."""
+    if teacher.starts is None:
+        derived.sub_(teacher.rows, alpha=share)
+        return torch.linalg.vecdot(teacher.rows, scores)
+    mean = scores.new_empty(len(scores))
+    for block, start in enumerate(teacher.starts):
+        at = slice(block * slots, (block + 1) * slots)
+        rows = teacher.rows[start : start + slots]
+        mean[at] = torch.linalg.vecdot(rows, scores[at])
+        derived[at].sub_(rows, alpha=share)
+    return mean
+
+
+def _weights(objective: Objective, labels: Labels, hard: Tensor) -> Tensor:
+    """Float32 [N, L] weights of the slots."""
+    if objective.loss == "dpace":
+        return dpace_weights(hard, labels, objective.alpha)
+    counted = labels.inside if objective.loss == "kl" else labels.here
+    return torch.exp(labels.distance / -objective.gamma) * counted
+
+
+def dpace_weights(hard: Tensor, labels: Labels, alpha: float) -> Tensor:
+    """D-PACE's weights [N, L] of slots with cross-entropies `hard`: sum over j >= k of the chance to get to j.
+
+    A token outside the draft vocabulary has probability 0; given slots are right; beyond the text nothing counts.
+    """
+    probability = torch.exp(-hard) * labels.here
+    right = (1 - alpha) * probability + alpha
+    right = torch.where(labels.given, 1.0, torch.where(labels.inside, right, 0.0))
+    reached = right.cumprod(dim=1) * labels.inside
+    return reached.flip(1).cumsum(dim=1).flip(1) * labels.here

@@ -1,0 +1,219 @@
+"""Batches of conversations with anchors, each a pure function of (seed, its number), made ahead in a thread.
+
+Conversations are drawn in the order of a permutation per epoch. Those of a few batches together are sorted by length
+and cut into batches, in random order, so that a batch's conversations are about equally long and padding is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddtree.train.data import Corpus
+
+_POOL = 32  # batches whose conversations are sorted by length together
+_AHEAD = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """C conversations, with up to A anchors each, padded.
+
+    Attributes:
+        tokens: int64 [C, n], the template's prefix included; cut behind the last block of each conversation.
+        lengths: int64 [C], tokens of each.
+        anchors: int64 [C, A], ascending; 0 where there are no more.
+        known: int64 [C, A], tokens given after each anchor, mostly 0; -1 where there is no block.
+        context: positions that any block sees: no anchor lies beyond.
+        indices: number of each conversation in the corpus.
+        features: bfloat16 [C, n, F + 1, H], where they come from the disk: see `Example`.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    anchors: Tensor
+    known: Tensor
+    context: int
+    indices: list[int]
+    features: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        moved = {
+            name: (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+            for name in ("tokens", "lengths", "anchors", "known", "features")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How batches are drawn.
+
+    Attributes:
+        conversations: of a batch.
+        anchors: of a conversation, at most.
+        block: block size, anchor included.
+        seed: of the order of conversations, the anchors and the prefixes.
+        prefix_share: share of the blocks that begin with more tokens than the anchor.
+        prefix_decay: a prefix of l + 1 tokens is drawn so many times as often as one of l.
+        multiple: lengths are padded to a multiple of it, which spares GPU kernels odd shapes.
+    """
+
+    conversations: int
+    anchors: int
+    block: int
+    seed: int = 0
+    prefix_share: float = 0.0
+    prefix_decay: float = 0.8
+    multiple: int = 1
+
+
+class Batches:
+    """The training batches of a corpus, numbered from 0 without end.
+
+    Args:
+        corpus: where conversations come from.
+        draws: how.
+        cached: whether a batch brings the features from the disk.
+    """
+
+    def __init__(self, corpus: Corpus, draws: Draws, cached: bool) -> None:
+        self._corpus = corpus
+        self._draws = draws
+        self._cached = cached
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def __getitem__(self, number: int) -> Batch:
+        draws = self._draws
+        random = _generator(draws.seed, 1, number)
+        indices = self._members(number)
+        anchors, known = [], []
+        for index in indices:
+            start, length = self._corpus.span(index)
+            places = random_anchors(start, length, draws.anchors, random)
+            anchors.append(places)
+            known.append(prefix_lengths(places, length, draws, random))
+        return collate(self._corpus, indices, anchors, known, draws, self._cached)
+
+    def ahead(self, numbers: Iterator[int]) -> Generator[Batch, None, None]:
+        """The batches of some numbers, in order, made while earlier ones are in use."""
+        with ThreadPoolExecutor(1) as pool:
+            waiting: list[Future[Batch]] = []
+            for number in numbers:
+                waiting.append(pool.submit(self.__getitem__, number))
+                if len(waiting) > _AHEAD:
+                    yield waiting.pop(0).result()
+            for made in waiting:
+                yield made.result()
+
+    def held_out(self, every: int, limit: int) -> Iterator[Batch]:
+        """Held-out conversations, up to `limit` of them, with an anchor at every so many tokens."""
+        corpus, draws = self._corpus, self._draws
+        indices = sorted(corpus.held_out[:limit], key=lambda index: corpus.span(index)[1])
+        for at in range(0, len(indices), draws.conversations):
+            chosen = indices[at : at + draws.conversations]
+            anchors = [np.arange(start, length - 1, every) for start, length in map(corpus.span, chosen)]
+            known = [np.zeros_like(places) for places in anchors]
+            if any(map(len, anchors)):
+                yield collate(corpus, chosen, anchors, known, draws, self._cached)
+
+    def _members(self, number: int) -> list[int]:
+        """The batch's conversations."""
+        count, seed = self._draws.conversations, self._draws.seed
+        pool, place = divmod(number, _POOL)
+        first = pool * _POOL * count
+        members = [self._at(first + offset) for offset in range(_POOL * count)]
+        members.sort(key=lambda index: self._corpus.span(index)[1])
+        at = int(_generator(seed, 2, pool).permutation(_POOL)[place]) * count
+        return members[at : at + count]
+
+    def _at(self, place: int) -> int:
+        """The conversation at a place of the endless sequence of epochs."""
+        train = self._corpus.train
+        epoch, within = divmod(place, len(train))
+        if epoch not in self._orders:
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
+            self._orders[epoch] = _generator(self._draws.seed, 0, epoch).permutation(len(train))
+        return train[int(self._orders[epoch][within])]
+
+
+def collate(
+    corpus: Corpus,
+    indices: list[int],
+    anchors: list[NDArray[np.int64]],
+    known: list[NDArray[np.int64]],
+    draws: Draws,
+    cached: bool,
+) -> Batch:
+    """A batch on the CPU of conversations with given anchors and prefix lengths."""
+    most = max(1, *map(len, anchors))
+    lengths = [
+        min(corpus.span(index)[1], int(places[-1]) + draws.block) if len(places) else 1
+        for index, places in zip(indices, anchors, strict=True)
+    ]
+    width = _rounded(max(lengths), draws.multiple)
+    tokens = np.zeros((len(indices), width), np.int64)
+    places = np.zeros((len(indices), most), np.int64)
+    given = np.full((len(indices), most), -1, np.int64)
+    for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+        tokens[row, :length] = corpus.text(index)[:length]
+        places[row, : len(anchors[row])] = anchors[row]
+        given[row, : len(known[row])] = known[row]
+    features = None
+    if cached:
+        parts = [corpus.features(index, length) for index, length in zip(indices, lengths, strict=True)]
+        features = parts[0].new_zeros((len(parts), width, *parts[0].shape[1:]))
+        for row, part in enumerate(parts):
+            features[row, : len(part)] = part
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        lengths=torch.tensor(lengths),
+        anchors=torch.from_numpy(places),
+        known=torch.from_numpy(given),
+        context=min(width, _rounded(int(places.max()), draws.multiple)),
+        indices=indices,
+        features=features,
+    )
+
+
+def random_anchors(start: int, length: int, count: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """Up to `count` distinct positions of an answer that begins at `start` in a text of `length` tokens, ascending.
+
+    The last token has nothing after it to predict, so it is no anchor.
+    """
+    available = max(0, length - 1 - start)
+    return np.sort(random.permutation(available)[:count]) + start
+
+
+def prefix_lengths(
+    anchors: NDArray[np.int64], length: int, draws: Draws, random: np.random.Generator
+) -> NDArray[np.int64]:
+    """Given tokens after each anchor: 0, or l >= 1 with probability proportional to decay^l (D2SD).
+
+    A slot that predicts a token of the text always stays: l is at most b - 2, and ends two before the text's end.
+    """
+    known = np.zeros_like(anchors)
+    longest = draws.block - 2
+    if draws.prefix_share and longest > 0:
+        chances = draws.prefix_decay ** np.arange(1, longest + 1)
+        drawn = random.choice(longest, size=len(anchors), p=chances / chances.sum()) + 1
+        chosen = random.random(len(anchors)) < draws.prefix_share
+        known[chosen] = np.minimum(drawn, length - 2 - anchors)[chosen]
+    return known
+
+
+def _rounded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _generator(seed: int, purpose: int, number: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=[seed * 4 + purpose, number]))

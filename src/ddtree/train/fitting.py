@@ -1,0 +1,258 @@
+"""The step `fit` of `ddtree train`: a fitted drafter, its noise coupling, and the n-gram table."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddtree.drafters.backbone import Backbone
+from ddtree.drafters.checkpoint import write
+from ddtree.drafters.dflash import PLAIN, DFlash
+from ddtree.drafters.dflash_net import DFlashNet
+from ddtree.drafters.ngrams import build_table
+from ddtree.errors import ConfigError
+from ddtree.progress import ProgressLine
+from ddtree.target import Target
+from ddtree.train import export as exporting
+from ddtree.train.coupling import CouplingFit, fit_coupling
+from ddtree.train.data import Corpus, draft_vocabulary
+from ddtree.train.export import DRAFTER, NGRAMS, SUMMARY
+from ddtree.train.fit import Fit, FitConfig, HeldOut, Progress
+from ddtree.train.group import Group
+from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
+from ddtree.train.objective import LOSSES, Vocabulary
+from ddtree.train.synthesize import SynthesisConfig
+from ddtree.train.teacher import Teacher
+
+# Conversations of a pass and passes of a step: a CPU gains nothing from wide passes, and loses by their padding.
+_PASSES = {"cpu": (1, 2)}
+_WIDE = (64, 1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fit`."""
+    fit = FitConfig()
+    group = parser.add_argument_group("fit")
+    group.add_argument("--steps", type=int, default=fit.steps, help="optimizer steps (default: %(default)s)")
+    group.add_argument(
+        "--minutes", type=float, help="length of the fit by the clock, in place of a number of steps"
+    )
+    group.add_argument(
+        "--conversations", type=int, help="of a pass (default: 1 on a CPU, 64 on other devices)"
+    )
+    group.add_argument(
+        "--accumulate", type=int, help="passes of a step (default: 2 on a CPU, 1 on other devices)"
+    )
+    group.add_argument(
+        "--anchors", type=int, default=fit.anchors, help="per conversation (default: %(default)s)"
+    )
+    group.add_argument("--learning-rate", type=float, default=fit.learning_rate, help="default: %(default)s")
+    group.add_argument("--weight-decay", type=float, default=fit.weight_decay, help="default: %(default)s")
+    group.add_argument(
+        "--loss", choices=LOSSES, default=fit.loss, help="what is minimized (default: %(default)s)"
+    )
+    group.add_argument(
+        "--gamma", type=float, default=fit.gamma, help="decay of the slots' weights (default: %(default)s)"
+    )
+    group.add_argument(
+        "--soft",
+        type=float,
+        default=fit.soft,
+        help="share of the target's distribution in the labels (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefix-share",
+        type=float,
+        default=fit.prefix_share,
+        help="share of the blocks that begin with known tokens, for D2SD's second pass (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefix-decay",
+        type=float,
+        default=fit.prefix_decay,
+        help="ratio of the chances of successive prefix lengths (default: %(default)s)",
+    )
+    group.add_argument(
+        "--ema", type=float, default=fit.ema, help="decay of the weights' average; 0 for none (default)"
+    )
+    group.add_argument(
+        "--evaluate-every",
+        type=int,
+        default=fit.evaluate_every,
+        help="steps between looks at held-out answers, each a checkpoint (default: %(default)s)",
+    )
+    group.add_argument(
+        "--look-at", type=int, default=fit.look_at, help="conversations of a look (default: %(default)s)"
+    )
+    group.add_argument(
+        "--patience", type=int, default=fit.patience, help="looks without gain; 0 never stops (default: 3)"
+    )
+    group.add_argument(
+        "--features",
+        choices=("online", "cached"),
+        help="compute the target's features in every step, or read them from the disk, made first if need be "
+        "(default: online where they are not there, except on a CPU)",
+    )
+    group.add_argument("--draft-layers", type=int, default=2, help="default: %(default)s")
+    group.add_argument(
+        "--block", type=int, default=8, help="block size, bonus token included (default: %(default)s)"
+    )
+    group.add_argument("--mask-token", type=int, help="token id of the masked slots (default: an unused one)")
+    group.add_argument(
+        "--draft-vocabulary", type=int, default=8192, help="tokens; 0 for all (default: %(default)s)"
+    )
+    group.add_argument(
+        "--table-megabytes",
+        type=float,
+        default=4.0,
+        help="n-gram table; 0 for none (default: %(default)s)",
+    )
+    group.add_argument(
+        "--traces", type=int, default=16, help="answers to fit the noise coupling on; 0 leaves it out"
+    )
+
+
+def config_of(args: argparse.Namespace, device: torch.device) -> FitConfig:
+    """The fit's settings, with the device's defaults."""
+    conversations, accumulate = _PASSES.get(device.type, _WIDE)
+    own: dict[str, Any] = {
+        "conversations": args.conversations or conversations,
+        "accumulate": args.accumulate or accumulate,
+    }
+    same = [field.name for field in fields(FitConfig) if field.name not in own]
+    return FitConfig(**own, **{name: getattr(args, name) for name in same})
+
+
+def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
+    """Fit the drafter and count the n-grams."""
+    corpus = Corpus(args.work / "answers")
+    layers = feature_layers(target, args.draft_layers)
+    teacher = teacher_of(args, target, corpus, layers, group)
+    weight = head_weight(target)
+    ids = None
+    if args.draft_vocabulary:
+        ids = draft_vocabulary(corpus, args.draft_vocabulary, target.eos_ids)
+    mask = mask_token(target, corpus) if args.mask_token is None else args.mask_token
+    shape = draft_config(target, layers, args.draft_layers, args.block, mask)
+    [example] = corpus.examples(corpus.train[:1], target, layers)
+    network = initial_net(target, shape, example, args.seed).to(target.device)
+    config = config_of(args, target.device)
+    embedding = target.embed.weight.detach()  # type: ignore[operator]
+    fitting = Fit(
+        network, Vocabulary(ids, weight), embedding, corpus, args.work / "fit", config, teacher, group
+    )
+    started = time.monotonic()
+    best = fitting.run(Reporter(config).say if group.main else None)
+    if not group.main:
+        return
+    recipe = {
+        **asdict(config),
+        "processes": group.size,
+        "optimizer_steps_done": fitting.step,
+        "draft_layers": args.draft_layers,
+        "block": args.block,
+        "draft_vocabulary": args.draft_vocabulary,
+        "held_out_loss": round(best.loss, 4),
+        "held_out_chain": round(best.chain, 3),
+    }
+    coupling = PLAIN
+    if args.traces:
+        coupled = couple(target, network, ids, corpus, args.traces)
+        coupling = (coupled.beta, coupled.kappa)
+        recipe |= {"coupling_beta": round(coupled.beta, 4), "coupling_kappa": round(coupled.kappa, 4)}
+    write(args.work / DRAFTER, network, draft_ids=ids, coupling=coupling, dtype=torch.bfloat16)
+    seconds = time.monotonic() - started
+    exporting.write_json(args.work / SUMMARY, summary(args, target, corpus, network, recipe, seconds))
+    if args.table_megabytes:
+        build_table(corpus.answers(), args.work / NGRAMS, max_bytes=int(args.table_megabytes * 1e6))
+
+
+def teacher_of(
+    args: argparse.Namespace, target: Target, corpus: Corpus, layers: tuple[int, ...], group: Group
+) -> Teacher | None:
+    """What computes features in every step; None where they are read from the disk, which are made first."""
+    mode = args.features
+    if mode is None:
+        there = target.device.type == "cpu" or corpus.prepared(target, layers)
+        mode = "cached" if there else "online"
+    if mode == "online":
+        return Teacher(target, layers)
+    if group.main:
+        corpus.prepare(target, layers)
+    group.wait()
+    return None
+
+
+class Reporter:
+    """Says on one line how a fit goes."""
+
+    def __init__(self, config: FitConfig) -> None:
+        self._minutes = config.minutes
+        total = config.steps if config.minutes is None else round(60 * config.minutes)
+        self._line = ProgressLine("fit", total, "steps" if config.minutes is None else "s")
+        self._look: HeldOut | None = None
+
+    def say(self, progress: Progress) -> None:
+        self._look = progress.held_out or self._look
+        parts = [f"loss {progress.loss:.3f}"]
+        if self._minutes is not None:
+            parts.insert(0, f"step {progress.step:,}")
+        if self._look:
+            parts.append(f"held out {self._look.loss:.3f}, chain {self._look.chain:.2f}")
+        done = (
+            progress.step
+            if self._minutes is None
+            else min(round(progress.seconds), round(60 * self._minutes))
+        )
+        self._line.update(done, ", ".join(parts))
+
+
+def couple(
+    target: Target, network: DFlashNet, ids: Tensor | None, corpus: Corpus, traces: int
+) -> CouplingFit:
+    """Fit the noise coupling while the drafter decodes held-out user turns at temperature 1."""
+    drafter = DFlash(Backbone(copy.deepcopy(network), target, draft_ids=ids))
+    turns = [corpus.conversations[index] for index in corpus.held_out[:traces]]
+    return fit_coupling(target, drafter, [corpus.prefix + c.tokens[: c.answer_start].tolist() for c in turns])
+
+
+def summary(
+    args: argparse.Namespace,
+    target: Target,
+    corpus: Corpus,
+    network: nn.Module,
+    recipe: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    """What the card tells of the data and the fit."""
+    conversations = corpus.conversations
+    return {
+        "target": "SmolLM2-135M-Instruct" if args.target == "demo" else args.target,
+        "parameters": exporting.parameters(network),
+        "data": {
+            "conversations": len(conversations),
+            "held_out": len(corpus.held_out),
+            "answer_tokens": corpus.answer_tokens,
+            "greedy_share": sum(c.greedy for c in conversations) / len(conversations),
+            "turn_top_p": SynthesisConfig().turn_top_p,
+            "max_answer": max(len(c.tokens) - c.answer_start for c in conversations),
+        },
+        "recipe": recipe,
+        "machine": exporting.machine(target.device),
+        "seconds": seconds,
+    }
+
+
+def head_weight(target: Target) -> Tensor:
+    """The head's matrix. Raises ConfigError for a head with a bias, which the drafter's layout has no place for."""
+    if getattr(target.head, "bias", None) is not None:
+        raise ConfigError(
+            "the target's head has a bias, which a drafter with a reduced vocabulary cannot carry"
+        )
+    return target.head.weight.detach()  # type: ignore[operator]
