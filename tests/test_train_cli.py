@@ -65,7 +65,7 @@ def test_all_steps_make_a_drafter_that_reads_back(target, tmp_path, capsys):
     beta, kappa = checkpoint.layout.coupling
     assert summary["recipe"]["coupling_beta"] == round(beta, 4)
     assert kappa > 0
-    fitted = torch.load(work / "fit" / "best.pt", weights_only=True)
+    fitted = torch.load(work / "fit" / "dflash.pt", weights_only=True)
     for name, tensor in checkpoint.network().state_dict().items():
         assert torch.equal(tensor, fitted[name].to(torch.bfloat16))
     assert NgramTable.load(out / "ngrams.safetensors").max_order == 5

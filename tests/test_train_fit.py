@@ -16,6 +16,7 @@ from ddtree.stats import Clock
 from ddtree.target import Target
 from ddtree.train.batches import Draws, collate
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
+from ddtree.train.drafter_job import DrafterJob
 from ddtree.train.evaluate import replay
 from ddtree.train.fit import Fit, FitConfig
 from ddtree.train.forward import block_states
@@ -68,7 +69,8 @@ def vocabulary(target):
 
 
 def fitting(target, corpus, net, folder, config=CONFIG):
-    return Fit(net, vocabulary(target), embedding(target), corpus, folder, config)
+    job = DrafterJob(net, vocabulary(target), embedding(target), config.objective)
+    return Fit(job, corpus, folder, config, target.device)
 
 
 def weights(net):
@@ -184,8 +186,8 @@ def test_features_computed_in_the_step_are_those_of_the_disk(target, corpus):
 def test_a_small_drafter_learns_a_small_set_by_heart(target, corpus, net, tmp_path):
     config = replace(CONFIG, steps=250, conversations=8, evaluate_every=250, soft=0.0, learning_rate=2e-2)
     fit = fitting(target, corpus, net, tmp_path, config)
-    before = fit.look(every=1)
-    after = fit.run()
+    before = fit.look(every=1)["dflash"]
+    after = fit.run()["dflash"]
     assert before.chain < 1.5
     assert after.chain > 2
     examples = [corpus.example(index) for index in corpus.train]
@@ -235,11 +237,11 @@ def test_the_best_on_held_out_answers_is_kept_and_a_stale_fit_stops(target, corp
     # So high a rate that the first look is the best.
     config = replace(CONFIG, steps=200, evaluate_every=2, patience=2, learning_rate=3.0)
     looks = []
-    best = fitting(target, corpus, net, tmp_path, config).run(lambda p: looks.append(p.held_out))
-    seen = [look for look in looks if look]
+    best = fitting(target, corpus, net, tmp_path, config).run(lambda p: looks.append(p.held_out))["dflash"]
+    seen = [look["dflash"] for look in looks if look]
     assert len(looks) < 200
     assert best.loss == min(look.loss for look in seen)
-    assert fitting(target, corpus, net, tmp_path, config).look().loss == pytest.approx(best.loss)
+    assert fitting(target, corpus, net, tmp_path, config).look()["dflash"].loss == pytest.approx(best.loss)
 
 
 def test_the_target_is_left_alone(target, corpus, net, tmp_path):

@@ -1,30 +1,28 @@
-"""Fitting a DFlash drafter to a target's answers.
+"""Fitting a drafter, or heads on one, to a target's answers.
 
 Recipe of arXiv 2602.06036: frozen target embedding and head, random anchors, packed blocks, AdamW with cosine decay
-after a short warm-up, clipped gradients. The drafter starts from the target's own last layers, and the context
-projection from the identity on the last feature layer, so that it begins as a shortened target.
+after a short warm-up, clipped gradients. What is trained is a `Job`; this is the loop around it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ddtree.drafters.dflash_net import DFlashNet
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.train.averaging import Average
 from ddtree.train.batches import Batch, Batches, Draws
 from ddtree.train.data import Corpus
-from ddtree.train.forward import block_states
 from ddtree.train.group import Group, gradients
 from ddtree.train.log import Log
-from ddtree.train.objective import Objective, Sums, Vocabulary, head_loss
+from ddtree.train.objective import Objective, Sums
 from ddtree.train.schedule import Clock, learning_rate
 from ddtree.train.states import save_state
 
@@ -33,9 +31,33 @@ _CLIP = 1.0
 _READ_EVERY = 20  # steps between looks at a GPU's numbers, each of which waits for it
 _LOG_EVERY = 20
 _GPU_MULTIPLE = 32
+STATE, LOG = "fit.pt", "log.jsonl"
 
 Features = Callable[[Tensor], Tensor]
 """Features [C, n, F + 1, H] of tokens [C, n], as `Teacher` computes them."""
+
+
+class Job(Protocol):
+    """What a fit trains: some modules over the same batches, each by its own objective.
+
+    Attributes:
+        modules: float32, on the device, by name.
+        block: block size of the drafter, anchor included.
+        settings: what makes the job another one, as JSON values.
+    """
+
+    modules: dict[str, nn.Module]
+    block: int
+    settings: dict[str, Any]
+
+    def train(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+        """Add the gradients of each module's summed objective to its parameters' own.
+
+        `features` [C, n, F + 1, H] are outputs of the target's feature layers, then what enters its head.
+        """
+
+    def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+        """The cross-entropy, of the modules and perhaps of more; no gradients are wanted."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +129,15 @@ class Progress:
         step: steps done.
         seconds: used so far.
         left: seconds to go, as far as can be told.
-        loss: mean training objective since the last report.
+        loss: mean training objective since the last report, by module.
         held_out: the look at held-out answers that was just taken, if one was.
     """
 
     step: int
     seconds: float
     left: float
-    loss: float
-    held_out: HeldOut | None
+    loss: dict[str, float]
+    held_out: dict[str, HeldOut] | None
 
 
 @dataclass(frozen=True)
@@ -132,72 +154,67 @@ class Fit:
     (A fit by the clock has other steps every time; it is taken up with the time that it has left.)
 
     Args:
-        net: the drafter to train, float32, on the target's device.
-        vocabulary: tokens that it can propose.
-        embedding: [V, H], the target's.
+        job: what is trained.
         corpus: answers.
         folder: of the state.
         config: settings.
+        device: where the job's modules are.
         features: computes the target's features of a batch; None when they are on the disk (`Corpus.prepare`).
         group: the processes that train together.
 
     Attributes:
-        net: the drafter; after `run`, the best seen on held-out answers.
+        job: after `run`, its modules are the best seen on held-out answers.
         step: steps done.
-        best: the best look at held-out answers so far.
+        best: the best look at held-out answers so far, by module.
     """
 
     def __init__(
         self,
-        net: DFlashNet,
-        vocabulary: Vocabulary,
-        embedding: Tensor,
+        job: Job,
         corpus: Corpus,
         folder: Path,
         config: FitConfig,
+        device: torch.device,
         features: Features | None = None,
         group: Group | None = None,
     ) -> None:
         if not corpus.held_out or not corpus.train:
             raise ConfigError("too few answers to hold some out; synthesize more")
-        self.net = net
+        self.job = job
         self.step = 0
-        self.best: HeldOut | None = None
-        self._vocabulary = vocabulary
-        self._embedding = embedding
+        self.best: dict[str, HeldOut] = {}
         self._folder = folder
         self._config = config
+        self._device = device
         self._features = features
         self._group = group or Group()
         self._clock = Clock(config.steps, config.minutes)
         self._stale = 0
-        self._device = embedding.device
-        self._average = Average(net, config.ema) if config.ema else None
-        self._sums = Sums(torch.zeros(5, device=self._device))
-        on_gpu = self._device.type == "cuda"
+        self._averages = {name: Average(m, config.ema) for name, m in job.modules.items() if config.ema}
+        self._totals = torch.zeros((len(job.modules), 5), device=device)
+        on_gpu = device.type == "cuda"
         self._read_every = _READ_EVERY if on_gpu else 1
         draws = Draws(
             config.conversations,
             config.anchors,
-            net.config.block_size,
+            job.block,
             config.seed,
             config.prefix_share,
             config.prefix_decay,
             _GPU_MULTIPLE if on_gpu else 1,
         )
         self._batches = Batches(corpus, draws, cached=features is None)
-        matrices = [p for p in net.parameters() if p.ndim > 1]
-        others = [p for p in net.parameters() if p.ndim <= 1]
+        weights = [p for module in job.modules.values() for p in module.parameters()]
         groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0},
         ]
         self._optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=_BETAS, fused=True if on_gpu else None
         )
 
-    def run(self, report: Callable[[Progress], None] | None = None) -> HeldOut:
-        """Train to the end, or until held-out answers stop improving; leaves the best drafter in `net`.
+    def run(self, report: Callable[[Progress], None] | None = None) -> dict[str, HeldOut]:
+        """Train to the end, or until held-out answers stop improving; leaves the best weights in the modules.
 
         Raises:
             ConfigError: the loss is no longer a number.
@@ -205,97 +222,93 @@ class Fit:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._resume()
-        log = Log(self._folder / "log.jsonl", self.step) if self._group.main else None
-        clock, config = self._clock, self._config
+        log = Log(self._folder / LOG, self.step) if self._group.main else None
         passes = self._batches.ahead(self._numbers())
         over = self._over()
         while not over:
             rate = self._train_step(passes)
             self.step += 1
             over = self._over()
-            looking = self.step % config.evaluate_every == 0 or over
-            if looking or self.step % self._read_every == 0:
-                loss = self._read()
-                look = self.look() if looking else None
-                if look:
-                    self._keep(look)
-                    over = over or bool(config.patience and self._stale >= config.patience)
-                if log and (look or self.step % _LOG_EVERY == 0):
-                    log.add(
-                        step=self.step,
-                        seconds=round(clock.seconds, 2),
-                        loss=loss,
-                        rate=rate,
-                        **({"held_out": look.loss, "tau": look.chain} if look else {}),
-                    )
-                if report:
-                    report(Progress(self.step, clock.seconds, clock.left(self.step), loss, look))
+            looking = self.step % self._config.evaluate_every == 0 or over
+            if not looking and self.step % self._read_every:
+                continue
+            loss = self._read()
+            look = self.look() if looking else None
+            if look:
+                self._keep(look)
+                over = over or self._over()
+            progress = Progress(self.step, self._clock.seconds, self._clock.left(self.step), loss, look)
+            if log and (look or self.step % _LOG_EVERY == 0):
+                log.add(**_line(progress, rate))
+            if report:
+                report(progress)
         passes.close()
-        assert self.best is not None
-        self.net.load_state_dict(torch.load(self._folder / "best.pt", map_location="cpu", weights_only=True))
+        for name, module in self.job.modules.items():
+            best = torch.load(self._folder / f"{name}.pt", map_location="cpu", weights_only=True)
+            module.load_state_dict(best)
         return self.best
 
     @torch.no_grad()
-    def look(self, every: int = 4) -> HeldOut:
+    def look(self, every: int = 4) -> dict[str, HeldOut]:
         """Measure on held-out answers, with an anchor at every so many tokens."""
-        self.net.eval()
-        with self._average.in_place() if self._average else nullcontext():
-            sums = torch.zeros(5, device=self._device)
-            objective = Objective("ce", self._config.gamma)
+        modules = self.job.modules.values()
+        names: list[str] = []
+        totals = torch.zeros(0, device=self._device)
+        with ExitStack() as stack:
+            for average in self._averages.values():
+                stack.enter_context(average.in_place())
+            for module in modules:
+                module.eval()
             for number, batch in enumerate(self._batches.held_out(every, self._config.look_at)):
-                if number % self._group.size == self._group.rank:
-                    sums += self._measure(batch.to(self._device), objective)[0].values
-        self._group.add([sums])
-        self.net.train()
-        _, hard, weight, accepted, blocks = sums.tolist()
-        return HeldOut(hard / max(weight, 1e-9), 1 + accepted / max(blocks, 1))
+                if number % self._group.size == self._group.rank or not names:
+                    moved = batch.to(self._device)
+                    sums = self.job.measure(moved, self._features_of(moved))
+                    own = torch.stack([part.values for part in sums.values()])
+                    if not names:
+                        names, totals = list(sums), torch.zeros_like(own)
+                    if number % self._group.size == self._group.rank:
+                        totals += own
+        for module in modules:
+            module.train()
+        self._group.add([totals])
+        found = zip(names, totals.tolist(), strict=True)
+        return {name: HeldOut(v[1] / max(v[2], 1e-9), 1 + v[3] / max(v[4], 1)) for name, v in found}
 
     def _train_step(self, passes: Iterator[Batch]) -> float:
-        config, group = self._config, self._group
+        config, group, modules = self._config, self._group, self.job.modules
         fraction = self._clock.fraction(self.step)
         if config.minutes is not None:
             fraction = group.agree(fraction, self._device)
         rate = learning_rate(fraction, config.learning_rate)
         for settings in self._optimizer.param_groups:
             settings["lr"] = rate
-        sums = Sums(torch.zeros(5, device=self._device))
+        totals = torch.zeros_like(self._totals)
         for _ in range(config.accumulate):
-            own, normed, derived = self._measure(next(passes).to(self._device), config.objective)
-            normed.backward(derived)
-            sums += own
-        group.add([*gradients(self.net), sums.values])
-        weight = sums.weight.clamp(min=1e-9)
-        for gradient in gradients(self.net):
-            gradient.div_(weight)
-        nn.utils.clip_grad_norm_(self.net.parameters(), _CLIP)
+            batch = next(passes).to(self._device)
+            sums = self.job.train(batch, self._features_of(batch))
+            totals += torch.stack([sums[name].values for name in modules])
+        group.add([totals, *(gradient for module in modules.values() for gradient in gradients(module))])
+        for own, module in zip(totals, modules.values(), strict=True):
+            weight = own[2].clamp(min=1e-9)
+            for gradient in gradients(module):
+                gradient.div_(weight)
+            nn.utils.clip_grad_norm_(module.parameters(), _CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if self._average:
-            self._average.update()
-        self._sums += sums
+        for average in self._averages.values():
+            average.update()
+        self._totals += totals
         return rate
 
-    def _measure(self, batch: Batch, objective: Objective) -> tuple[Sums, Tensor, Tensor | None]:
-        """The objective of a batch, what the drafter gives to the head, and the derivative by it (when training)."""
+    def _features_of(self, batch: Batch) -> Tensor:
         features = batch.features if self._features is None else self._features(batch.tokens)
         assert features is not None
-        states, blocks = block_states(self.net, self._embedding, batch, features[:, :, :-1])
-        normed = self.net.norm(states)
-        sums, derived = head_loss(
-            normed.detach(),
-            batch,
-            blocks,
-            features[:, :, -1],
-            self._vocabulary,
-            objective,
-            gradient=torch.is_grad_enabled(),
-        )
-        return sums, normed, derived
+        return features
 
     def _numbers(self) -> Iterator[int]:
         """Numbers of this process's batches, from the next step on."""
-        group, accumulate = self._group, self._config.accumulate
-        number = self.step * accumulate
+        group = self._group
+        number = self.step * self._config.accumulate
         while True:
             yield number * group.size + group.rank
             number += 1
@@ -306,49 +319,68 @@ class Fit:
             over = bool(self._group.agree(float(over), self._device))
         return over or bool(config.patience and self._stale >= config.patience)
 
-    def _read(self) -> float:
+    def _read(self) -> dict[str, float]:
         """Mean objective of the steps since it was last read."""
-        total, _, weight, _, _ = self._sums.values.tolist()
-        self._sums = Sums(torch.zeros(5, device=self._device))
-        if total != total:
+        found = zip(self.job.modules, self._totals.tolist(), strict=True)
+        loss = {name: values[0] / max(values[2], 1e-9) for name, values in found}
+        self._totals.zero_()
+        if any(value != value for value in loss.values()):
             raise ConfigError(f"the loss is not a number at step {self.step}; lower learning_rate")
-        return total / max(weight, 1e-9)
+        return loss
 
-    def _keep(self, look: HeldOut) -> None:
+    def _keep(self, look: dict[str, HeldOut]) -> None:
         self._stale += 1
-        better = self.best is None or look.loss < self.best.loss
-        if better:
-            self.best, self._stale = look, 0
+        for name, module in self.job.modules.items():
+            if name in self.best and look[name].loss >= self.best[name].loss:
+                continue
+            self.best[name], self._stale = look[name], 0
+            if self._group.main:
+                with ExitStack() as stack:
+                    if self._averages:
+                        stack.enter_context(self._averages[name].in_place())
+                    save_state(module.state_dict(), self._folder / f"{name}.pt")
         if self._group.main:
-            if better:
-                with self._average.in_place() if self._average else nullcontext():
-                    save_state(self.net.state_dict(), self._folder / "best.pt")
-            assert self.best is not None
             state = {
-                "config": json.dumps(asdict(self._config)),
+                "settings": self._settings(),
                 "step": self.step,
                 "seconds": self._clock.seconds,
                 "stale": self._stale,
-                "best": [self.best.loss, self.best.chain],
-                "net": self.net.state_dict(),
+                "best": {name: [best.loss, best.chain] for name, best in self.best.items()},
+                "modules": {name: module.state_dict() for name, module in self.job.modules.items()},
                 "optimizer": self._optimizer.state_dict(),
-                "average": self._average.state() if self._average else [],
+                "averages": {name: average.state() for name, average in self._averages.items()},
             }
-            save_state(state, self._folder / "fit.pt")
+            save_state(state, self._folder / STATE)
         self._group.wait()
 
     def _resume(self) -> None:
         self._clock.start(0.0)
-        path = self._folder / "fit.pt"
+        path = self._folder / STATE
         if not path.exists():
             return
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if json.loads(state["config"]) != asdict(self._config):
+        if state.get("settings") != self._settings():
             raise CheckpointError(f"{path} belongs to a fit with other settings; delete it to start anew")
         self.step, self._stale = state["step"], state["stale"]
-        self.best = HeldOut(*state["best"])
-        self.net.load_state_dict(state["net"])
+        self.best = {name: HeldOut(*values) for name, values in state["best"].items()}
+        for name, module in self.job.modules.items():
+            module.load_state_dict(state["modules"][name])
         self._optimizer.load_state_dict(state["optimizer"])
-        if self._average:
-            self._average.load(state["average"])
+        for name, average in self._averages.items():
+            average.load(state["averages"][name])
         self._clock.start(state["seconds"])
+
+    def _settings(self) -> str:
+        return json.dumps([asdict(self._config), self.job.settings], sort_keys=True)
+
+
+def _line(progress: Progress, rate: float) -> dict[str, float]:
+    """A line of the log: with one module "loss", "held_out" and "tau", with several "loss.NAME" and so on."""
+    line = {"step": progress.step, "seconds": round(progress.seconds, 2), "rate": rate}
+    single = len(progress.loss) == 1
+    for name, loss in progress.loss.items():
+        line["loss" if single else f"loss.{name}"] = loss
+    for name, look in (progress.held_out or {}).items():
+        suffix = "" if single and name in progress.loss else f".{name}"
+        line |= {f"held_out{suffix}": look.loss, f"tau{suffix}": look.chain}
+    return line

@@ -17,16 +17,17 @@ from ddtree.drafters.dflash import PLAIN, DFlash
 from ddtree.drafters.dflash_net import DFlashNet
 from ddtree.drafters.ngrams import build_table
 from ddtree.errors import ConfigError
-from ddtree.progress import ProgressLine
 from ddtree.target import Target
 from ddtree.train import export as exporting
 from ddtree.train.coupling import CouplingFit, fit_coupling
 from ddtree.train.data import Corpus, draft_vocabulary
+from ddtree.train.drafter_job import DrafterJob
 from ddtree.train.export import DRAFTER, NGRAMS, SUMMARY
-from ddtree.train.fit import Fit, FitConfig, HeldOut, Progress
+from ddtree.train.fit import Fit, FitConfig
 from ddtree.train.group import Group
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
 from ddtree.train.objective import LOSSES, Vocabulary
+from ddtree.train.reporting import run_fit
 from ddtree.train.synthesize import SynthesisConfig
 from ddtree.train.teacher import Teacher
 
@@ -144,11 +145,10 @@ def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
     network = initial_net(target, shape, example, args.seed).to(target.device)
     config = config_of(args, target.device)
     embedding = target.embed.weight.detach()  # type: ignore[operator]
-    fitting = Fit(
-        network, Vocabulary(ids, weight), embedding, corpus, args.work / "fit", config, teacher, group
-    )
+    job = DrafterJob(network, Vocabulary(ids, weight), embedding, config.objective)
+    fitting = Fit(job, corpus, args.work / "fit", config, target.device, teacher, group)
     started = time.monotonic()
-    best = fitting.run(Reporter(config).say if group.main else None)
+    best = run_fit(fitting, "fit", config, group)[DRAFTER]
     if not group.main:
         return
     recipe = {
@@ -187,30 +187,6 @@ def teacher_of(
         corpus.prepare(target, layers)
     group.wait()
     return None
-
-
-class Reporter:
-    """Says on one line how a fit goes."""
-
-    def __init__(self, config: FitConfig) -> None:
-        self._minutes = config.minutes
-        total = config.steps if config.minutes is None else round(60 * config.minutes)
-        self._line = ProgressLine("fit", total, "steps" if config.minutes is None else "s")
-        self._look: HeldOut | None = None
-
-    def say(self, progress: Progress) -> None:
-        self._look = progress.held_out or self._look
-        parts = [f"loss {progress.loss:.3f}"]
-        if self._minutes is not None:
-            parts.insert(0, f"step {progress.step:,}")
-        if self._look:
-            parts.append(f"held out {self._look.loss:.3f}, chain {self._look.chain:.2f}")
-        done = (
-            progress.step
-            if self._minutes is None
-            else min(round(progress.seconds), round(60 * self._minutes))
-        )
-        self._line.update(done, ", ".join(parts))
 
 
 def couple(

@@ -11,6 +11,7 @@ chunk of the blocks at a time, and become the gradient of the head's input there
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -174,45 +175,76 @@ def head_loss(
         vocabulary: the draft vocabulary; slots whose token is outside it count for "kl" only.
         objective: what is minimized.
         gradient: whether the derivative is wanted.
-        chunk: blocks whose scores exist at a time; by default one conversation's on the CPU, and 256 MiB of scores
-            elsewhere.
+        chunk: as in `chunks`.
 
     Returns:
         The sums, and the derivative [C, A, L, H] of the weighted objective's sum, in the dtype of `normed`.
     """
-    conversations, anchors, slots, size = normed.shape
-    labels = labels_of(batch, blocks, vocabulary)
+    slots, size = normed.shape[2:]
     states = normed.reshape(-1, slots, size)
     made = torch.empty_like(states) if gradient else None
     sums = Sums(torch.zeros(5, device=states.device))
+    if not objective.share:
+        hidden = None
+    for part in chunks(batch, blocks, hidden, vocabulary, slots, chunk):
+        # Flat and contiguous: PyTorch's CPU kernels turn a strided slice into a batched product, several times slower.
+        flat = states[part.at].reshape(-1, size)
+        own, derived = score_loss(vocabulary.logits(flat), part, objective, gradient)
+        sums += own
+        if made is not None:
+            assert derived is not None
+            made[part.at] = (derived.to(flat.dtype) @ vocabulary.weight.to(flat.dtype)).view(-1, slots, size)
+    return sums, None if made is None else made.view_as(normed)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Some of a batch's blocks, whose scores exist at a time.
+
+    Attributes:
+        at: which of the C * A blocks.
+        labels: what their slots should say.
+        teacher: what the target thinks there; None when that is not asked for.
+    """
+
+    at: slice
+    labels: Labels
+    teacher: _Teacher | None
+
+
+def chunks(
+    batch: Batch,
+    blocks: Blocks,
+    hidden: Tensor | None,
+    vocabulary: Vocabulary,
+    slots: int,
+    chunk: int | None = None,
+) -> Iterator[Chunk]:
+    """A batch's blocks by portions, with the target's distributions when `hidden` [C, n, H] is there.
+
+    `chunk` is the number of blocks of a portion: by default those of a conversation on the CPU, and as many as make
+    256 MiB of scores elsewhere.
+    """
+    conversations, anchors = batch.anchors.shape
+    device = batch.anchors.device
+    labels = labels_of(batch, blocks, vocabulary)
     places = teacher_places(batch, blocks, slots)
-    if states.device.type == "cpu" and chunk is None:
+    if device.type == "cpu" and chunk is None:
         for row in range(conversations):
             at = slice(row * anchors, (row + 1) * anchors)
-            teacher = (
-                _shared(hidden[row], places[row], vocabulary)
-                if hidden is not None and objective.share
-                else None
-            )
-            own, derived = _chunk(states[at], labels.part(at), teacher, vocabulary, objective, gradient)
-            sums += own
-            if made is not None and derived is not None:
-                made[at] = derived
-    else:
-        step = chunk or max(1, _CHUNK_ENTRIES // (slots * vocabulary.size))
-        row_of = torch.arange(conversations, device=states.device)[:, None, None] * batch.tokens.shape[1]
-        flat = (places + row_of).flatten(0, 1)
-        for start in range(0, len(states), step):
-            at = slice(start, start + step)
-            teacher = None
-            if hidden is not None and objective.share:
-                rows = hidden.flatten(0, 1)[flat[at].flatten()]
-                teacher = _Teacher(vocabulary.logits(rows).softmax(dim=-1), None)
-            own, derived = _chunk(states[at], labels.part(at), teacher, vocabulary, objective, gradient)
-            sums += own
-            if made is not None and derived is not None:
-                made[at] = derived
-    return sums, None if made is None else made.view_as(normed)
+            shared = None if hidden is None else _shared(hidden[row], places[row], vocabulary)
+            yield Chunk(at, labels.part(at), shared)
+        return
+    step = chunk or max(1, _CHUNK_ENTRIES // (slots * vocabulary.size))
+    row_of = torch.arange(conversations, device=device)[:, None, None] * batch.tokens.shape[1]
+    flat = (places + row_of).flatten(0, 1)
+    for start in range(0, len(flat), step):
+        at = slice(start, start + step)
+        teacher = None
+        if hidden is not None:
+            rows = hidden.flatten(0, 1)[flat[at].flatten()]
+            teacher = _Teacher(vocabulary.logits(rows).softmax(dim=-1), None)
+        yield Chunk(at, labels.part(at), teacher)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +259,12 @@ class _Teacher:
     rows: Tensor
     starts: list[int] | None
 
+    def of_slots(self, slots: int) -> Tensor:
+        """One row for each slot, float32 [N * L, D]."""
+        if self.starts is None:
+            return self.rows
+        return torch.cat([self.rows[start : start + slots] for start in self.starts])
+
 
 def _shared(hidden: Tensor, places: Tensor, vocabulary: Vocabulary) -> _Teacher:
     """Distributions of a conversation: blocks overlap, so on a CPU it pays to compute a position's only once."""
@@ -239,23 +277,16 @@ def _shared(hidden: Tensor, places: Tensor, vocabulary: Vocabulary) -> _Teacher:
     )
 
 
-def _chunk(
-    states: Tensor,
-    labels: Labels,
-    teacher: _Teacher | None,
-    vocabulary: Vocabulary,
-    objective: Objective,
-    gradient: bool,
+def score_loss(
+    scores: Tensor, part: Chunk, objective: Objective, gradient: bool = True
 ) -> tuple[Sums, Tensor | None]:
-    """Objective and derivative of some blocks' slots [N, L, H].
+    """The objective of some blocks, and its derivative [N * L, D] by their slots' scores, float32 [N * L, D].
 
-    The derivative by the scores, weight * (softmax - label), is made in one buffer. On CPU the passes over [slots,
-    vocabulary] that autograd would make cost as much as the drafter itself.
+    The derivative, weight * (softmax - label), is made in one buffer. On CPU the passes over [slots, vocabulary] that
+    autograd would make cost as much as the drafter itself.
     """
-    count, slots, size = states.shape
-    # Flat and contiguous: PyTorch's CPU kernels turn a strided slice into a batched product, several times slower.
-    flat = states.reshape(-1, size)
-    scores = vocabulary.logits(flat)
+    labels, teacher = part.labels, part.teacher
+    count, slots = labels.index.shape
     index = labels.index.view(-1, 1)
     derived = scores.softmax(dim=-1)
     best = scores.argmax(dim=-1)
@@ -263,7 +294,8 @@ def _chunk(
     normalizer = (scores.gather(1, best[:, None]) - derived.gather(1, best[:, None]).log())[:, 0]
     hard = normalizer - scores.gather(1, index)[:, 0]
     share, loss = objective.share, hard
-    if teacher is not None:
+    if share:
+        assert teacher is not None
         loss = (1 - share) * hard + share * (normalizer - _subtract(derived, scores, teacher, share, slots))
     hard, loss, best = hard.view(count, slots), loss.view(count, slots), best.view(count, slots)
     weights = _weights(objective, labels, hard)
@@ -277,8 +309,7 @@ def _chunk(
         return sums, None
     if share < 1:
         derived.scatter_add_(1, index, torch.full_like(index, share - 1, dtype=derived.dtype))
-    derived.mul_(weights.view(-1, 1))
-    return sums, (derived.to(flat.dtype) @ vocabulary.weight.to(flat.dtype)).view_as(states)
+    return sums, derived.mul_(weights.view(-1, 1))
 
 
 def _subtract(derived: Tensor, scores: Tensor, teacher: _Teacher, share: float, slots: int) -> Tensor:

@@ -1,0 +1,50 @@
+"""Training the drafter itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddtree.drafters.dflash_net import DFlashNet
+from ddtree.train.batches import Batch
+from ddtree.train.forward import block_states
+from ddtree.train.objective import Objective, Sums, Vocabulary, head_loss
+
+NAME = "dflash"
+
+
+class DrafterJob:
+    """A DFlash network learns to predict blocks; see `ddtree.train.fit.Job`.
+
+    Args:
+        net: the drafter, float32, on the target's device.
+        vocabulary: tokens that it can propose.
+        embedding: [V, H], the target's.
+        objective: what is minimized.
+    """
+
+    def __init__(
+        self, net: DFlashNet, vocabulary: Vocabulary, embedding: Tensor, objective: Objective
+    ) -> None:
+        self.modules: dict[str, nn.Module] = {NAME: net}
+        self.block = net.config.block_size
+        self.settings: dict[str, Any] = {}
+        self._net = net
+        self._vocabulary = vocabulary
+        self._embedding = embedding
+        self._objective = objective
+
+    def train(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+        states, blocks = block_states(self._net, self._embedding, batch, features[:, :, :-1])
+        normed = self._net.norm(states)
+        hidden = features[:, :, -1]
+        sums, derived = head_loss(normed.detach(), batch, blocks, hidden, self._vocabulary, self._objective)
+        normed.backward(derived)
+        return {NAME: sums}
+
+    def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+        states, blocks = block_states(self._net, self._embedding, batch, features[:, :, :-1])
+        objective = Objective("ce", self._objective.gamma)
+        normed = self._net.norm(states)
+        return {NAME: head_loss(normed, batch, blocks, None, self._vocabulary, objective, gradient=False)[0]}
