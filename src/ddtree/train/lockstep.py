@@ -128,8 +128,9 @@ class Lockstep:
         positions = self._positions[:, start : start + n]
         columns = self._positions[:, : start + n]
         visible = None if n == 1 else columns[:, None, :] <= positions[:, :, None]
+        first = start == 0 and n > 1
         seen = attention.Visibility(
-            visible, positions, columns, self._target.dtype, causal=start == 0 and n > 1
+            visible, positions, columns, self._target.dtype, causal=first, steady=False
         )
         arguments = {
             "input_ids": tokens,
