@@ -191,6 +191,7 @@ def test_a_chain_is_the_tree_of_width_1(target):
     assert set(paths(chain)) <= set(narrow)
     assert {path[:-1] for path in narrow[1:]} == set(paths(chain)[:-1])
     assert len(deepest) == BLOCK - 1
+    assert len(narrow) == 1 + (BLOCK - 1) * tiny.VOCAB
 
 
 @pytest.mark.parametrize("budget", [1, 3, 1024])
@@ -235,6 +236,16 @@ def test_few_candidates_are_close_to_all(target):
     assert max(off) < 0.15 and sum(off) / len(off) < 0.04
 
 
+def test_a_correction_equal_for_all_tokens_changes_nothing_however_few_are_looked_at(target):
+    own = head(pure_prefix=0)
+    with torch.no_grad():
+        own.outer.copy_(own.outer[:1].expand_as(own.outer))
+    drafter = started(target, own_head=own, candidates=6)
+    tree, plain = draft(drafter, [request(budget=6)]), draft(DFlash(drafter.backbone), [request(budget=6)])
+    assert paths(tree) == paths(plain)
+    torch.testing.assert_close(tree.logprobs, plain.logprobs, rtol=0, atol=1e-5)
+
+
 def test_nothing_is_left_behind_by_a_draft(target):
     drafter = started(target, (11, 4))
     rows = [request(11), request(4)]
@@ -243,6 +254,20 @@ def test_nothing_is_left_behind_by_a_draft(target):
     assert paths(before, 0) == paths(after, 0) and paths(before, 1) == paths(after, 1)
     drafter.drop_row(0)
     assert paths(draft(drafter, [rows[1]])) == paths(before, 1)
+
+
+def test_a_trace_sees_the_heads_view_of_any_path(target):
+    drafter, row = started(target), request()
+    views = []
+    drafter.trace = lambda traced, view: views.append((traced, view))
+    draft(drafter, [row])
+    [(traced, view)] = views
+    assert traced is row
+    reference, path = Reference(drafter, row, BLOCK - 1), [9, 4, 30]
+    found = view(torch.tensor([row.tokens[-1], *path]))
+    for count in range(len(path) + 1):
+        _, wanted = reference.children(path[:count])
+        torch.testing.assert_close(found[count], torch.tensor(wanted), rtol=0, atol=1e-5)
 
 
 def test_all_rows_without_budget_give_roots(target):

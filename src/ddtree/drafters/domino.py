@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -79,6 +81,9 @@ class Domino:
         self.width = width
         self.candidates = candidates
         self.coupling = coupling
+        self.trace: Callable[[DraftRow, Callable[[Tensor], Tensor]], None] | None = None
+        """Called with each row and a function that gives the log-probabilities [n, Vd], before coupling, of depths
+        1..n after the tokens int64 [n], the bonus token first, of any path."""
 
     def add_row(self) -> None:
         self.backbone.add_row()
@@ -97,12 +102,25 @@ class Domino:
             return DraftTree.root(bonus, backbone.device)
         depth = min(max(row.depth for row in rows), self.max_depth)
         states = backbone.states(bonus, depth)
+        if self.trace is not None:
+            for row, own in zip(rows, states, strict=True):
+                self.trace(row, self._view(own))
         paths = self._paths(rows, states, most)
         width = min(self.width, most)
         tree = grow(bonus, paths, width, depth, keep=most, device=backbone.device)
         with clock("build"):
             budgets, depths = [row.budget for row in rows], [row.depth for row in rows]
             return prune(tree, budgets, self.beta, depths)
+
+    def _view(self, states: Tensor) -> Callable[[Tensor], Tensor]:
+        """The head's log-probabilities along a path, of states [L, H]; see `trace`."""
+
+        def logprobs(previous: Tensor) -> Tensor:
+            own = states[None, : len(previous)]
+            with torch.inference_mode():
+                return self.head(self.backbone, own, previous[None].to(own.device))[0].log_softmax(dim=-1)
+
+        return logprobs
 
     def _paths(self, rows: list[DraftRow], states: Tensor, most: int) -> _Paths:
         """What the head needs of states [R, L, H], of which trees take at most so many children of a prefix."""
