@@ -18,7 +18,7 @@ vllm-xpu-kernels#573). It then compares:
 - the text: the same tokens as ours. In float32 nothing may differ. In bfloat16 a text may part from ours at a near-tie:
   two scores no further apart than the gap of the best two differs between the engines where both read the same text;
 - the drafts: tokens of each round as far as all texts agree, without a text's last round, which its end cuts short.
-  With own norms vLLM must draft as our chain over the whole vocabulary does: in float32 round by round, in bfloat16 with
+  With own norms vLLM must draft as our chain over the whole vocabulary: in float32 round by round, in bfloat16 with
   a mean no more than 5 % off (a mean alone would pass feature layers off by one). As it is, the difference is shown.
 
 The exit code is 1 where something differs that may not. `--dtype` of the first step holds for both.
