@@ -22,6 +22,7 @@ SAMPLING = {
     "min-p": {"temperature": 1.0, "min_p": 0.05},
 }
 DRAFTERS = ("none", "chain", "tree", "lookup", "draft", "merged", "scripted")
+HEADS = ("markov", "treeflash", "domino")
 
 
 @functools.cache
@@ -81,6 +82,17 @@ def test_tokens_are_those_of_the_plain_loop(family, kind, sampling):
     for budget in BUDGETS if kind != "none" else (0,):
         for rows in (1, 3):
             check(family, kind, sampling, budget, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.xdist_group(f)) for f in ("llama", "gemma2")]
+)
+def test_heads_on_a_backbone_do_not_change_them_either(family, kind, sampling):
+    for budget, rows in ((1, 3), (15, 1), (64, 3)):
+        check(family, kind, sampling, budget, rows)
 
 
 def test_a_wrong_rule_would_be_noticed(monkeypatch):

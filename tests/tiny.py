@@ -112,7 +112,7 @@ def network(target_model: Any, block_size: int = 8, seed: int = 0) -> Any:
 
 def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
     """A drafter for a tiny model: "chain" or "tree" (DFlash, random), "lookup", "draft" (the model itself, with its
-    weights shaken), or "merged" (all of them)."""
+    weights shaken), "markov", "treeflash" or "domino" (random heads on DFlash), or "merged" (all of the others)."""
     from ddtree.drafters.dflash import DFlash
     from ddtree.drafters.draft_model import DraftModel
     from ddtree.drafters.lookup import Lookup
@@ -132,6 +132,8 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
         return DraftModel(Target(shaken), target, coupling=coupling)
     if kind == "domino":
         return domino(target_model, coupling)
+    if kind in ("markov", "treeflash"):
+        return first_order(kind, target_model, coupling)
     if kind == "merged":
         return Merged([drafter(part, target_model, coupled) for part in ("tree", "lookup", "draft")])
     from ddtree.drafters.backbone import Backbone
@@ -151,3 +153,22 @@ def domino(target_model: Any, coupling: tuple[float, float] = (0.0, 1.0)) -> Any
     head = heads.Domino(32, backbone.size, gru_hidden=12, rank=8)
     torch.nn.init.normal_(head.outer)
     return Domino(backbone, head, coupling=coupling)
+
+
+def first_order(kind: str, target_model: Any, coupling: tuple[float, float] = (0.0, 1.0)) -> Any:
+    """A Markov or TreeFlash drafter of random weights, whose head turns the marginals' order over."""
+    from ddtree.drafters.backbone import Backbone
+    from ddtree.drafters.firstorder import FirstOrder
+    from ddtree.drafters.heads.registry import create
+    from ddtree.target import Target
+
+    backbone = Backbone(network(target_model), Target(target_model))
+    torch.manual_seed(2)
+    head = (
+        create("markov", size=backbone.size, rank=8)
+        if kind == "markov"
+        else create("treeflash", hidden_size=32)
+    )
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    return FirstOrder(backbone, head, coupling=coupling)

@@ -41,8 +41,9 @@ def resolve(name: str | Path) -> str:
 
 
 def resolve_drafter(name: str | Path) -> str:
-    """The path or hub id of a drafter: `demo` becomes the folder of the drafter that ships with ddtree."""
-    return str(demo_drafter()) if str(name) == NAME else str(name)
+    """The path or hub id of a drafter: `demo` becomes the folder of the drafter that ships, `demo/PART` one in it."""
+    first, _, part = Path(name).as_posix().partition("/")
+    return str(demo_drafter() / part) if first == NAME else str(name)
 
 
 def demo_drafter() -> Path:

@@ -21,6 +21,8 @@ from ddtree.drafters.checkpoint_export import write
 from ddtree.drafters.checkpoint_files import REMEDY, locate, read_json, read_tensors
 from ddtree.drafters.dflash_layouts import Layout, parse
 from ddtree.drafters.dflash_net import DFlashConfig, DFlashNet, named_shapes
+from ddtree.drafters.heads import Head, public
+from ddtree.drafters.heads.files import misfits as head_misfits
 from ddtree.errors import CheckpointError
 
 __all__ = ["DFlashCheckpoint", "FittedTarget", "check", "locate", "misfits", "read", "write"]
@@ -68,6 +70,7 @@ class DFlashCheckpoint:
         head: own head weights [Vd or V, H]; None for the target's.
         embedding: own input embedding [V, H]; None for the target's.
         mask_embedding: own embedding [H] of the masked slots; None for the mask token's.
+        correction: the head that it is trained with, where it has one; without it, it would accept almost nothing.
     """
 
     folder: Path
@@ -77,6 +80,7 @@ class DFlashCheckpoint:
     head: Tensor | None = None
     embedding: Tensor | None = None
     mask_embedding: Tensor | None = None
+    correction: Head | None = None
 
     @property
     def config(self) -> DFlashConfig:
@@ -90,8 +94,12 @@ class DFlashCheckpoint:
         return network
 
 
-def read(name: str | os.PathLike[str]) -> DFlashCheckpoint:
+def read(name: str | os.PathLike[str], heads: bool = False) -> DFlashCheckpoint:
     """Read a DFlash drafter from a folder or a hub id.
+
+    Args:
+        name: the folder or hub id.
+        heads: take a successor too that is DFlash with a head known here: Domino, DSpark's plain form, TreeFlash.
 
     Raises:
         CheckpointError: files are missing or damaged, the drafter is of another kind, or its parts do not fit
@@ -99,8 +107,13 @@ def read(name: str | os.PathLike[str]) -> DFlashCheckpoint:
     """
     folder = locate(name)
     try:
-        layout = parse(read_json(folder / "config.json"))
+        raw = read_json(folder / "config.json")
+        layout = parse(raw, heads)
         tensors = _canonical(read_tensors(folder), layout.config)
+        correction = None
+        if layout.correction is not None:
+            correction = public.read(layout.correction, raw, tensors)
+            tensors = {name: tensor for name, tensor in tensors.items() if not public.belongs(name)}
         extra = {key: tensors.pop(key, None) for key in ("d2t", "lm_head.weight", "embed_tokens.weight")}
         _check_tensors(tensors, layout.config)
         draft_ids = _draft_ids(folder, layout, extra["d2t"])
@@ -112,6 +125,7 @@ def read(name: str | os.PathLike[str]) -> DFlashCheckpoint:
             extra["lm_head.weight"],
             extra["embed_tokens.weight"],
             _mask_embedding(folder, layout.config),
+            correction,
         )
         _check_own(checkpoint)
     except CheckpointError as error:
@@ -260,6 +274,12 @@ def _check_own(checkpoint: DFlashCheckpoint) -> None:
             raise CheckpointError(
                 f"tensor {name} is {list(tensor.shape)}, not {[rows, config.hidden_size]} as config.json says; "
                 f"{REMEDY}"
+            )
+    if checkpoint.correction is not None:
+        found = head_misfits(checkpoint.correction, config.hidden_size, size, config.vocab_size)
+        if found:
+            raise CheckpointError(
+                f"its {checkpoint.correction.kind} head does not fit: {'; '.join(found)}; {REMEDY}"
             )
 
 

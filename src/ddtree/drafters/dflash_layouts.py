@@ -32,6 +32,8 @@ _SUCCESSORS = {
     "jetspec": "JetSpec",
     "mtp": "MTP",
 }
+# Successors that are DFlash with a head known here, and the head's kind.
+_CORRECTIONS = {"Domino": "domino", "DSpark": "markov", "TreeFlash": "treeflash"}
 # Settings of successors' heads, present in their configs only.
 _SUCCESSOR_KEYS = {
     "markov_rank": "DSpark",
@@ -51,6 +53,7 @@ class Layout:
         draft_vocab_size: tokens of a reduced draft vocabulary; None for the target's.
         vocabulary_file: file in the same folder that lists them, in checkpoints written here.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) where none was fitted.
+        correction: kind of the head that the drafter is trained with; None for DFlash itself.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Layout:
     draft_vocab_size: int | None
     vocabulary_file: str | None
     coupling: tuple[float, float]
+    correction: str | None = None
 
 
 def default_layer_ids(target_layers: int, features: int) -> tuple[int, ...]:
@@ -76,8 +80,12 @@ def default_layer_ids(target_layers: int, features: int) -> tuple[int, ...]:
     return ids
 
 
-def parse(raw: dict[str, Any]) -> Layout:
+def parse(raw: dict[str, Any], heads: bool = False) -> Layout:
     """The meaning of a config.json.
+
+    Args:
+        raw: its content.
+        heads: take DFlash with a head that is known here too, and say which in `Layout.correction`.
 
     Raises:
         CheckpointError: a key is missing or wrong, or the drafter is of a kind not known here; says which.
@@ -85,15 +93,15 @@ def parse(raw: dict[str, Any]) -> Layout:
     speculators = "transformer_layer_config" in raw or "speculators_model_type" in raw
     backbone = _table(raw, "transformer_layer_config") if speculators else raw
     own = {**raw, **{k: v for k, v in _table(raw, "dflash_config").items() if v is not None}}
-    _check_kind(raw, own)
+    named, correction = _check_kind(raw, own, heads)
     layers = _whole(backbone, "num_hidden_layers", most=_MOST_LAYERS)
-    heads = _whole(backbone, "num_attention_heads")
-    key_heads = _whole(backbone, "num_key_value_heads", heads)
+    query_heads = _whole(backbone, "num_attention_heads")
+    key_heads = _whole(backbone, "num_key_value_heads", query_heads)
     hidden = _whole(backbone, "hidden_size")
-    head_dim = _whole(backbone, "head_dim", hidden // heads)
-    if heads % key_heads or head_dim % 2:
+    head_dim = _whole(backbone, "head_dim", hidden // query_heads)
+    if query_heads % key_heads or head_dim % 2:
         raise CheckpointError(
-            f"{heads} attention heads with {key_heads} key heads of size {head_dim} do not fit together: the key "
+            f"{query_heads} attention heads with {key_heads} key heads of size {head_dim} do not fit together: the key "
             "heads must divide the heads, and their size must be even"
         )
     vocab = _whole(backbone, "vocab_size")
@@ -110,7 +118,7 @@ def parse(raw: dict[str, Any]) -> Layout:
         hidden_size=hidden,
         intermediate_size=_whole(backbone, "intermediate_size"),
         num_hidden_layers=layers,
-        num_attention_heads=heads,
+        num_attention_heads=query_heads,
         num_key_value_heads=key_heads,
         head_dim=head_dim,
         vocab_size=vocab,
@@ -124,7 +132,7 @@ def parse(raw: dict[str, Any]) -> Layout:
         max_position_embeddings=_whole(backbone, "max_position_embeddings", 40960),
         windows=windows,
         causal=causal,
-        sample_from_anchor=bool(own.get("sample_from_anchor", False)),
+        sample_from_anchor=bool(own.get("sample_from_anchor", named == "DSpark") or own.get("shift_label")),
         input_embedding_scale=_number(own, "input_embedding_scale", 1.0),
         output_multiplier=_number(own, "output_multiplier", 1.0) * _number(own, "logit_scale", 1.0),
         final_logit_softcapping=_number(own, "final_logit_softcapping", 0.0) or None,
@@ -143,28 +151,40 @@ def parse(raw: dict[str, Any]) -> Layout:
         None if reduced == vocab else reduced,
         vocabulary,
         (beta, kappa),
+        correction,
     )
 
 
-def _check_kind(raw: dict[str, Any], own: dict[str, Any]) -> None:
-    """Refuse what is no DFlash drafter, or one with parts that are not known here."""
+def _check_kind(raw: dict[str, Any], own: dict[str, Any], heads: bool) -> tuple[str | None, str | None]:
+    """Refuse what is no DFlash drafter, or one with parts that are not known here.
+
+    Returns:
+        The successor that the drafter says it is, and the kind of its head.
+    """
     listed = raw.get("architectures")
     names = [str(name) for name in (listed if isinstance(listed, list) else [listed])]
     kinds = [own.get("projector_type"), raw.get("speculators_model_type"), *names]
+    named = correction = None
     for kind in kinds:
         for mark, successor in _SUCCESSORS.items():
             if kind and mark in str(kind).lower().replace("-", ""):
-                raise _successor(successor, f"{kind!r}")
+                if not heads or successor not in _CORRECTIONS:
+                    raise _successor(successor, f"{kind!r}")
+                named, correction = successor, _CORRECTIONS[successor]
     projector = own.get("projector_type")
-    if projector not in (None, "", "dflash"):
+    if projector not in (None, "", "dflash") and named is None:
         raise CheckpointError(f"projector_type {projector!r} is unknown: {_NOT_DFLASH}")
     for key, successor in _SUCCESSOR_KEYS.items():
         if own.get(key):
-            raise _successor(successor, f"{key}={own[key]!r}")
-    if not any("dflash" in str(kind).lower() for kind in kinds if kind) and not raw.get("dflash_config"):
+            if not heads or successor not in _CORRECTIONS:
+                raise _successor(successor, f"{key}={own[key]!r}")
+            correction = _CORRECTIONS[successor]
+    known = named is not None or any("dflash" in str(kind).lower() for kind in kinds if kind)
+    if not known and not raw.get("dflash_config"):
         raise CheckpointError(f"this is no DFlash drafter (architectures {names}): {_NOT_DFLASH}")
+    _check_head(own, correction)
     refusals: dict[str, Callable[[Any], bool]] = {
-        "shift_label": lambda value: value,
+        "shift_label": lambda value: value and correction != "domino",
         "attention_sink_bias": lambda value: value,
         "add_swa_attention_sink_bias": lambda value: value,
         "quantization_config": lambda value: value,
@@ -178,6 +198,21 @@ def _check_kind(raw: dict[str, Any], own: dict[str, Any]) -> None:
     activation = backbone.get("hidden_act", raw.get("hidden_act", "silu"))
     if activation != "silu":
         raise CheckpointError(f"hidden_act={activation!r} is not supported: DFlash layers use silu")
+    return named, correction
+
+
+def _check_head(own: dict[str, Any], correction: str | None) -> None:
+    """Refuse the forms of a known head that are not."""
+    form = own.get("markov_head_type") or "vanilla"
+    if correction == "markov" and form != "vanilla":
+        raise CheckpointError(
+            f"markov_head_type={form!r} is not supported: use a drafter with a vanilla Markov head"
+        )
+    form = _table(own, "treeflash_config").get("ar_approximation", own.get("ar_approximation", "swiglu"))
+    if correction == "treeflash" and form != "swiglu":
+        raise CheckpointError(
+            f"ar_approximation={form!r} is not supported: use a TreeFlash drafter with swiglu"
+        )
 
 
 def _successor(name: str, mark: str) -> CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.dflash import PLAIN, drawn, width_of
 from ddtree.drafters.heads import Head
+from ddtree.drafters.heads.markov import Markov
 from ddtree.drafters.tables import first_order
 from ddtree.errors import ConfigError
 from ddtree.noise import couple
@@ -55,7 +57,7 @@ class FirstOrder:
         confident: bool = False,
     ) -> None:
         couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
-        if confident and getattr(head, "confidence_proj", None) is None:
+        if confident and not (isinstance(head, Markov) and head.confidence_proj is not None):
             raise ConfigError(f"this {head.kind} head has no confidence head: drop confident=True")
         self.name = head.kind if name is None else name
         self.backbone = backbone
@@ -68,7 +70,7 @@ class FirstOrder:
         1..n after the tokens int64 [n], the bonus token first: the head's view of any path, also of the one that is
         then accepted."""
         self._predecessors = predecessors
-        self._confident = confident
+        self._confidence = cast(Markov, self.head).confidence if confident else None
 
     def add_row(self) -> None:
         self.backbone.add_row()
@@ -102,7 +104,7 @@ class FirstOrder:
             children=min(width, _MOST_CHILDREN),
             chains=chains,
             adjust=self._coupled(rows),
-            confident=self._confident,
+            confidence=self._confidence,
         )
         with clock("build"):
             for index, row in enumerate(rows):

@@ -9,10 +9,16 @@ from typing import Any
 
 from ddtree.demo import NAME as DEMO
 from ddtree.demo import resolve_drafter
-from ddtree.drafters import Drafter, parts_of
-from ddtree.drafters import dflash as dflash_drafter
-from ddtree.drafters.checkpoint import locate
+from ddtree.drafters import Drafter, checkpoint, parts_of
+from ddtree.drafters.backbone import Backbone
+from ddtree.drafters.checkpoint import DFlashCheckpoint, locate
+from ddtree.drafters.dflash import DFlash, backbone_of
+from ddtree.drafters.domino import Domino
 from ddtree.drafters.draft_model import DraftModel
+from ddtree.drafters.firstorder import FirstOrder
+from ddtree.drafters.heads import Head
+from ddtree.drafters.heads.domino import Domino as DominoHead
+from ddtree.drafters.heads.files import is_head, misfits, read_head
 from ddtree.drafters.lookup import Lookup
 from ddtree.drafters.merged import Merged
 from ddtree.drafters.ngrams import NgramTable
@@ -22,7 +28,10 @@ from ddtree.target import Target
 
 DRAFT_MODEL = "draft:"
 NETWORK, TABLE = "dflash", "ngrams.safetensors"
-"""What `ddtree train` puts into a drafter's folder: the checkpoint's folder and the n-gram table beside it."""
+"""What `ddtree train` puts into a drafter's folder: the checkpoint's folder and the n-gram table beside it. Heads lie
+beside them, each in a folder of its own."""
+NGRAMS = "ngrams"
+"""How the table is called as a part of such a folder."""
 
 DrafterSpec = str | PathLike[str] | Drafter | None | list[Any] | tuple[Any, ...]
 
@@ -32,15 +41,22 @@ def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
 
     Args:
         spec: "none" (or None); "lookup", n-grams of the row's own text; "demo", the drafter that ships for the demo
-            target; "draft:NAME", a causal LM with the target's vocabulary; a folder or hub id of a DFlash checkpoint
-            or of what `ddtree train` exports (network and n-gram table, merged); a `Drafter`; or a list of these,
-            merged into one tree under one budget.
+            target; "draft:NAME", a causal LM with the target's vocabulary; a folder or hub id of a checkpoint
+            (DFlash's or a successor's with a head known here) or of what `ddtree train` exports (network and n-gram
+            table, merged); one part of that, after a slash ("demo/treeflash": that head alone on its network,
+            "demo/dflash": the network alone, "demo/ngrams": the table alone); a `Drafter`; or a list of these, merged
+            into one tree under one budget.
         target: the model to draft for.
 
     Raises:
         CheckpointError: it cannot be read or does not fit the target; the message says why.
         ConfigError: it is nothing of the above.
     """
+    return _load(spec, target, {})
+
+
+def _load(spec: DrafterSpec, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter | None:
+    """As `load_drafter`; checkpoints that were read for other parts of a list are in `read`: they share weights."""
     if spec is None or spec == "none":
         return None
     if isinstance(spec, list | tuple):
@@ -48,7 +64,7 @@ def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
             raise ConfigError(
                 f"drafter={list(spec)!r} cannot hold auto, which chooses by itself: give it alone, or name each drafter"
             )
-        parts = [load_drafter(part, target) for part in spec]
+        parts = [_load(part, target, read) for part in spec]
         if not parts or None in parts:
             raise ConfigError(
                 f"drafter={list(spec)!r} must hold drafters to merge: give at least one, and no none"
@@ -66,7 +82,7 @@ def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
         return Lookup(vocab_size=target.vocab_size, device=target.device)
     if name.startswith(DRAFT_MODEL):
         return _draft_model(name.removeprefix(DRAFT_MODEL), target)
-    return _from_folder(name, target)
+    return _from_folder(name, target, read)
 
 
 def folder_of(spec: DrafterSpec) -> Path | None:
@@ -76,7 +92,29 @@ def folder_of(spec: DrafterSpec) -> Path | None:
     name = fspath(spec)
     if name in ("none", "lookup") or name.startswith(DRAFT_MODEL):
         return None
-    return locate(resolve_drafter(name))
+    place = find(name)
+    return place if place.is_dir() else None
+
+
+def find(name: str) -> Path:
+    """The folder of a drafter or of a part of one, or the file of its n-gram table. Raises CheckpointError."""
+    text = resolve_drafter(name)
+    path = Path(text).expanduser()
+    if path.exists() or not path.name:
+        return locate(text)
+    whole = path.parent
+    if not whole.is_dir():
+        if text.count("/") != 2 or text.startswith((".", "/", "~")):
+            return locate(text)
+        whole = locate(text.rpartition("/")[0])
+    place = whole / (TABLE if path.name == NGRAMS else path.name)
+    if place.exists():
+        return place
+    if not (whole / NETWORK).is_dir() and not (whole / TABLE).exists():
+        return locate(text)
+    parts = sorted(part.name for part in whole.iterdir() if (part / "config.json").exists())
+    parts += [NGRAMS] * (whole / TABLE).exists()
+    raise CheckpointError(f"{whole} has no part {path.name}: it holds {', '.join(parts)}")
 
 
 def _draft_model(name: str, target: Target) -> Drafter:
@@ -86,13 +124,13 @@ def _draft_model(name: str, target: Target) -> Drafter:
     return DraftModel(Target(model, tokenizer), target)
 
 
-def _from_folder(name: str, target: Target) -> Drafter:
-    folder = locate(resolve_drafter(name))
-    network, table = contents(folder)
+def _from_folder(name: str, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
+    place = find(name)
+    network, table = contents(place)
     found: list[Drafter] = []
     if network is not None:
         refuse_language_model(name, network)
-        found.append(dflash_drafter.load(network, target))
+        found.append(_on_head(network, target, read) if is_head(network) else _network(network, target, read))
     if table is not None:
         grams = NgramTable.load(table)
         found.append(Lookup(grams, vocab_size=target.vocab_size, device=target.device))
@@ -105,8 +143,50 @@ def _from_folder(name: str, target: Target) -> Drafter:
     return found[0] if len(found) == 1 else Merged(found)
 
 
+def _network(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
+    """The drafter of a checkpoint, by itself or with the head that is part of it."""
+    found = _checkpoint(folder, target, read)
+    backbone, coupling = backbone_of(found, target), found.layout.coupling
+    if found.correction is None:
+        return DFlash(backbone, coupling=coupling)
+    return with_head(backbone, found.correction, coupling)
+
+
+def _on_head(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
+    """The drafter of a head that lies beside its backbone."""
+    head, backbone, coupling = read_head(folder)
+    found = _checkpoint(backbone, target, read)
+    config, ids = found.config, found.draft_ids
+    size = config.vocab_size if ids is None else len(ids)
+    if wrong := misfits(head, config.hidden_size, size, config.vocab_size):
+        raise CheckpointError(
+            f"{folder} does not fit its backbone {backbone}: {'; '.join(wrong)}. Name a head trained on this backbone"
+        )
+    return with_head(backbone_of(found, target), head, coupling)
+
+
+def _checkpoint(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]) -> DFlashCheckpoint:
+    key = folder.resolve()
+    if key not in read:
+        read[key] = checkpoint.read(folder, heads=True)
+        checkpoint.check(read[key], target)
+    return read[key]
+
+
+def with_head(backbone: Backbone, head: Head, coupling: tuple[float, float]) -> Drafter:
+    """The drafter that a kind of head drafts with."""
+    if isinstance(head, DominoHead):
+        return Domino(backbone, head, coupling=coupling)
+    return FirstOrder(backbone, head, coupling=coupling)
+
+
 def contents(folder: Path) -> tuple[Path | None, Path | None]:
-    """The network's folder and the n-gram table's file in a drafter's folder, None for what is not there."""
+    """The folder of the network or head and the n-gram table's file in a drafter's folder, None for what is not there.
+
+    A table's file may be given in place of a folder.
+    """
+    if folder.is_file():
+        return None, folder
     network = next((f for f in (folder, folder / NETWORK) if (f / "config.json").exists()), None)
     table = folder / TABLE
     return network, table if table.exists() else None

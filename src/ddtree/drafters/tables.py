@@ -24,6 +24,8 @@ Adjust = Callable[[int, Tensor, Tensor], Tensor]
 """(row, int64 [n], float32 [n, Vd]) -> float32 [n, Vd]: a row's log-probabilities, of tokens at depth 1 + those given,
 as they are to be ranked."""
 
+Confidence = Callable[[Trunk, Tensor, Tensor], Tensor]
+
 # Scores held at a time: 128 MB of float32.
 _AT_ONCE = 1 << 25
 
@@ -67,7 +69,7 @@ def first_order(
     children: int,
     chains: Tensor | None = None,
     adjust: Adjust | None = None,
-    confident: bool = False,
+    confidence: Confidence | None = None,
 ) -> Tables:
     """The tables of a batch of blocks.
 
@@ -79,7 +81,7 @@ def first_order(
         children: K, how many children of each to keep.
         chains: bool [R], rows that want a single path: as many guesses for each of their depths.
         adjust: applied to all log-probabilities before they are ranked.
-        confident: scale a line by the head's confidence in it.
+        confidence: logits of the chances by which lines are scaled; takes trunk, states and previous tokens as a head.
     """
     rows, depth, _ = states.shape
     base = trunk.logits(trunk.norm(states))
@@ -93,7 +95,7 @@ def first_order(
     guesses, depths = _guess(best.values, best.indices, predecessors, chains)
     before = torch.cat([bonus[:, None], trunk.tokens(guesses)], dim=1)
     depths = torch.cat([torch.zeros_like(bonus)[:, None], depths], dim=1)
-    index, scores = _children(trunk, head, states, base, before, depths, children, adjust, confident)
+    index, scores = _children(trunk, head, states, base, before, depths, children, adjust, confidence)
     return Tables(
         before,
         depths,
@@ -125,7 +127,7 @@ def _children(
     depths: Tensor,
     count: int,
     adjust: Adjust | None,
-    confident: bool,
+    confidence: Confidence | None,
 ) -> tuple[Tensor, Tensor]:
     """Draft tokens and log-probabilities [R, P, count] of the best after the tokens `before` [R, P] at `depths`."""
     (rows, depth, _), lines = states.shape, before.shape[1]
@@ -144,7 +146,7 @@ def _children(
         best = own.topk(count, dim=-1)
         index.append(best.indices)
         scores.append(best.values)
-        if confident:
-            scores[-1] = best.values + functional.logsigmoid(head.confidence(*given))[0, :, None]
+        if confidence is not None:
+            scores[-1] = best.values + functional.logsigmoid(confidence(*given))[0, :, None]
     shape = (rows, lines, count)
     return torch.cat(index).view(shape), torch.cat(scores).view(shape)
