@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
@@ -133,7 +134,7 @@ class Domino:
         rest = logprobs.exp().scatter_(2, best.indices, 0.0)
         mass = rest.sum(dim=2, keepdim=True)
         mean = rest.div_(mass.clamp(min=_TINY)).to(outer.dtype) @ outer
-        weights = torch.cat([outer[best.indices], mean[:, :, None]], dim=2)
+        weights = torch.cat([functional.embedding(best.indices, outer), mean[:, :, None]], dim=2)
         if scale is not None:
             weights *= scale[:, None, None, None]
         return _Paths(
