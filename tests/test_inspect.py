@@ -8,6 +8,8 @@ from safetensors.torch import load_file, save_file
 import talker
 import tiny
 from ddtree.drafters import checkpoint, loading
+from ddtree.drafters.heads.files import write_head
+from ddtree.drafters.heads.markov import Markov
 from ddtree.drafters.ngrams import build_table
 from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.inspect import inspect, is_drafter
@@ -119,7 +121,7 @@ def test_names_are_told_apart(tmp_path, target, network):
         False,
         False,
     ]
-    assert is_drafter("lookup") and is_drafter("draft:demo")
+    assert is_drafter("lookup") and is_drafter("draft:demo") and is_drafter("demo/dflash")
 
 
 def test_two_drafters_or_three_parts_are_refused(network, target):
@@ -221,3 +223,16 @@ def test_a_missing_shard_and_a_damaged_index_are_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"model.safetensors.index.json is damaged \(KeyError\)"):
         inspect(str(tmp_path))
+
+
+def test_a_head_is_described_with_its_backbone(tmp_path, target):
+    checkpoint.write(tmp_path / "dflash", tiny.network(tiny.model()))
+    folder = str(write_head(tmp_path / "markov", Markov(tiny.VOCAB, rank=4), coupling=(0.7, 1.1)))
+    assert is_drafter(folder)
+    report = inspect(target, drafter=folder)
+    found = facts(report.drafter)
+    assert found["head"] == "markov, 0.00 M parameters (size 48, rank 4)"
+    assert found["network"] == "2 layers, hidden size 32" and found["noise"] == "coupling beta 0.7, kappa 1.1"
+    write_head(tmp_path / "markov", Markov(9, rank=4))
+    with pytest.raises(CheckpointError, match="does not fit its backbone"):
+        inspect(folder)

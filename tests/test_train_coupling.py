@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import tiny
+from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.dflash import PLAIN, DFlash
 from ddtree.errors import ConfigError
+from ddtree.sampling import Noise
 from ddtree.target import Target
-from ddtree.train.coupling import fit_coupling, fit_traces
+from ddtree.train.coupling import _Traces, fit_coupling, fit_traces
 
 
 def traces(error, positions=1500, vocab=50):
@@ -43,10 +45,11 @@ def test_noise_that_says_nothing_is_not_listened_to():
     assert fit.after <= fit.before
 
 
-def test_a_drafter_is_fitted_at_work_and_keeps_the_parameters():
+@pytest.mark.parametrize("kind", ["tree", "markov", "treeflash"])
+def test_a_drafter_is_fitted_at_work_and_keeps_the_parameters(kind):
     model = tiny.model("llama")
     target = Target(model)
-    drafter = DFlash(Backbone(tiny.network(model), target))
+    drafter = tiny.drafter(kind, model)
     fit = fit_coupling(target, drafter, [tiny.prompt(5), tiny.prompt(9)], max_tokens=20)
     assert drafter.coupling == (fit.beta, fit.kappa)
     assert drafter.trace is None
@@ -61,3 +64,15 @@ def test_greedy_decoding_has_no_noise_to_fit():
     with pytest.raises(ConfigError, match=r"temperature=0\.0 has no noise"):
         fit_coupling(target, DFlash(Backbone(tiny.network(model), target)), [[1]], temperature=0.0)
     assert PLAIN == (0.0, 1.0)
+
+
+def test_a_head_is_asked_for_its_view_of_the_path_that_was_taken():
+    traces = _Traces(tiny.drafter("markov", tiny.model("llama")), 1.0)
+    noise = Noise(0, tiny.VOCAB)
+    for tokens in ([5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9]):
+        row = DraftRow(tokens, budget=4, depth=0 if len(tokens) == 5 else 2, noise=noise, temperature=1.0)
+        traces(row, lambda before: torch.nn.functional.one_hot(before, tiny.VOCAB).float())
+    traces.close([5, 6, 7, 8, 9, 10])
+    assert traces.chosen == [7, 8, 9]
+    assert [int(logq.argmax()) for logq in traces.logq] == [6, 7, 8]
+    assert all(torch.equal(traces.noise[i], noise.gumbel(2 + i)) for i in range(3))

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ddtree import pretrained, weights
 from ddtree.demo import NAME as DEMO
-from ddtree.demo import resolve_drafter
 from ddtree.drafters import checkpoint, loading
 from ddtree.drafters.checkpoint import DFlashCheckpoint
 from ddtree.drafters.draft_model import check_vocabulary
+from ddtree.drafters.heads import Head
+from ddtree.drafters.heads.files import is_head, read_head
+from ddtree.drafters.heads.files import misfits as head_misfits
 from ddtree.drafters.ngrams import NgramTable
 from ddtree.errors import CheckpointError, ConfigError, DDTreeError
 from ddtree.target import Target, eos_ids, why_no_tree
@@ -121,7 +123,7 @@ def is_drafter(name: str) -> bool:
     """Whether a name stands for a drafter rather than a target."""
     if name == DEMO:
         return False
-    if name == "lookup" or name.startswith(loading.DRAFT_MODEL):
+    if name == "lookup" or name.startswith((loading.DRAFT_MODEL, f"{DEMO}/")):
         return True
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -129,6 +131,8 @@ def is_drafter(name: str) -> bool:
     network, table = loading.contents(folder)
     if network is None:
         return table is not None
+    if is_head(network):
+        return True
     if network != folder or table is not None:
         return True
     raw = checkpoint.read_json(folder / "config.json")
@@ -190,13 +194,21 @@ def read_drafter(name: str) -> DrafterFacts:
     if name.startswith(loading.DRAFT_MODEL):
         model = read_target(name.removeprefix(loading.DRAFT_MODEL))
         return DrafterFacts(name, [("kind", "draft model"), *model.facts], draft_model=model)
-    folder = checkpoint.locate(resolve_drafter(name))
-    network, table = loading.contents(folder)
+    network, table = loading.contents(loading.find(name))
     found = DrafterFacts(name, [])
-    if network is not None:
+    if network is not None and is_head(network):
+        head, backbone, coupling = read_head(network)
+        found.network = checkpoint.read(backbone, heads=True)
+        found.facts += [*_network(found.network)[:-1], _head(head), ("noise", _coupling(coupling))]
+        misfits = head_misfits(head, *loading.sizes(found.network))
+        if misfits:
+            raise CheckpointError(f"{name} does not fit its backbone {backbone}: {'; '.join(misfits)}")
+    elif network is not None:
         loading.refuse_language_model(name, network)
-        found.network = checkpoint.read(network)
+        found.network = checkpoint.read(network, heads=True)
         found.facts += _network(found.network)
+        if found.network.correction is not None:
+            found.facts.append(_head(found.network.correction))
     if table is not None:
         found.table = NgramTable.load(table)
         size = table.stat().st_size / 1e6
@@ -227,6 +239,12 @@ def _network(found: DFlashCheckpoint) -> Facts:
          f"{'its own' if parts else 'the target'}"),
         ("noise", _coupling(layout.coupling)),
     ]  # fmt: skip
+
+
+def _head(head: Head) -> tuple[str, str]:
+    weights = sum(parameter.numel() for parameter in head.parameters())
+    settings = ", ".join(f"{key} {value}" for key, value in head.config().items() if value is not None)
+    return "head", f"{head.kind}, {weights / 1e6:,.2f} M parameters ({settings})"
 
 
 def _coupling(fitted: tuple[float, float]) -> str:

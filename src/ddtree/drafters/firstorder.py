@@ -19,6 +19,9 @@ from ddtree.noise import couple
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree, grow, prune
 
+View = Callable[[Tensor], Tensor]
+"""int64 [n] -> float32 [n, Vd]: log-probabilities of depths 1..n after the tokens given, the bonus token first."""
+
 # Children of a prefix that can be told apart; a tree hardly ever takes as many.
 _MOST_CHILDREN = 64
 # Predecessors for each node of the budget, and at least for each depth.
@@ -65,10 +68,8 @@ class FirstOrder:
         self.feature_layers = backbone.feature_layers
         self.max_depth = backbone.depth
         self.coupling = coupling
-        self.trace: Callable[[DraftRow, Callable[[Tensor], Tensor]], None] | None = None
-        """Called with each row and a function that gives the log-probabilities [n, Vd], before coupling, of depths
-        1..n after the tokens int64 [n], the bonus token first: the head's view of any path, also of the one that is
-        then accepted."""
+        self.trace: Callable[[DraftRow, View], None] | None = None
+        """Called with each row and the head's view of any path, before coupling: also of the one then accepted."""
         self._predecessors = predecessors
         self._confidence = cast(Markov, self.head).confidence if confident else None
 
@@ -130,8 +131,7 @@ class FirstOrder:
 
         return adjust
 
-    def _view(self, states: Tensor) -> Callable[[Tensor], Tensor]:
-        """The head's log-probabilities of a block along a path; see `trace`."""
+    def _view(self, states: Tensor) -> View:
 
         def logprobs(previous: Tensor) -> Tensor:
             own = states[None, : len(previous)]

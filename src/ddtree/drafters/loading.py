@@ -156,9 +156,7 @@ def _on_head(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]) -
     """The drafter of a head that lies beside its backbone."""
     head, backbone, coupling = read_head(folder)
     found = _checkpoint(backbone, target, read)
-    config, ids = found.config, found.draft_ids
-    size = config.vocab_size if ids is None else len(ids)
-    if wrong := misfits(head, config.hidden_size, size, config.vocab_size):
+    if wrong := misfits(head, *sizes(found)):
         raise CheckpointError(
             f"{folder} does not fit its backbone {backbone}: {'; '.join(wrong)}. Name a head trained on this backbone"
         )
@@ -171,6 +169,12 @@ def _checkpoint(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]
         read[key] = checkpoint.read(folder, heads=True)
         checkpoint.check(read[key], target)
     return read[key]
+
+
+def sizes(found: DFlashCheckpoint) -> tuple[int, int, int]:
+    """What a head on a backbone must fit: hidden size, tokens of the draft vocabulary, of the target's."""
+    vocab = found.config.vocab_size
+    return found.config.hidden_size, vocab if found.draft_ids is None else len(found.draft_ids), vocab
 
 
 def with_head(backbone: Backbone, head: Head, coupling: tuple[float, float]) -> Drafter:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash import PLAIN, DFlash
+from ddtree.drafters.firstorder import FirstOrder, View
 from ddtree.engine import Engine
 from ddtree.errors import ConfigError
 from ddtree.sampling import GREEDY_BELOW, SamplingParams
@@ -41,22 +42,30 @@ class CouplingFit:
 class _Traces:
     """What the drafter thought of the positions that the walk reached, with their noise and the target's choice."""
 
-    def __init__(self, drafter: DFlash, temperature: float) -> None:
+    def __init__(self, drafter: DFlash | FirstOrder, temperature: float) -> None:
         self._ids = drafter.backbone.draft_ids
         self._temperature = temperature
-        self._rounds: list[tuple[DraftRow, int, Tensor]] = []
+        self._rounds: list[tuple[DraftRow, int, Tensor | View]] = []
         self.logq: list[Tensor] = []
         self.noise: list[Tensor] = []
         self.chosen: list[int] = []
 
-    def __call__(self, row: DraftRow, logprobs: Tensor) -> None:
-        self._rounds.append((row, len(row.tokens), logprobs.clone()))
+    def __call__(self, row: DraftRow, thought: Tensor | View) -> None:
+        self._rounds.append(
+            (row, len(row.tokens), thought.clone() if isinstance(thought, Tensor) else thought)
+        )
 
     def close(self, tokens: list[int]) -> None:
         """Take over the rounds of a sequence that has ended with `tokens`."""
         ends = [start for _, start, _ in self._rounds[1:]] + [len(tokens)]
-        for (row, start, logprobs), end in zip(self._rounds, ends, strict=True):
+        for (row, start, thought), end in zip(self._rounds, ends, strict=True):
             assert row.noise is not None
+            if isinstance(thought, Tensor):
+                logprobs = thought
+            elif before := tokens[start - 1 : min(end - 1, start - 1 + row.depth)]:
+                logprobs = thought(torch.tensor(before))
+            else:
+                continue
             for depth in range(min(end - start, len(logprobs))):
                 index = self._index(tokens[start + depth])
                 if index is not None:
@@ -76,7 +85,7 @@ class _Traces:
 
 def fit_coupling(
     target: Target,
-    drafter: DFlash,
+    drafter: DFlash | FirstOrder,
     prompts: list[list[int]],
     *,
     temperature: float = 1.0,
