@@ -59,19 +59,28 @@ class DFlash:
         widest = max(map(width_of, rows))
         if widest == 0:
             return DraftTree.root(bonus, backbone.device)
-        states = backbone.states(bonus, max(depths))
+        tokens, scores = self.candidates(rows, widest)
+        with clock("build"):
+            for index, row in enumerate(rows):
+                if row.chain:
+                    scores[index, :, 1:] = float("-inf")
+            return best_first(bonus, tokens, scores, [row.budget for row in rows], depths)
+
+    @torch.inference_mode()
+    def candidates(self, rows: list[DraftRow], width: int) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens int64 [R, L, C <= width] of each depth, best first, and their log-probabilities.
+
+        Those of sampling rows are their chances under the row's noise, as coupled.
+        """
+        backbone = self.backbone
+        states = backbone.states([row.tokens[-1] for row in rows], max(row.depth for row in rows))
         logprobs = backbone.logits(backbone.norm(states)).log_softmax(dim=-1)
         if self.trace is not None:
             for row, own in zip(rows, logprobs, strict=True):
                 self.trace(row, own)
         self._couple(rows, logprobs)
-        best = logprobs.topk(min(widest, backbone.size), dim=-1)
-        with clock("build"):
-            scores, tokens = best.values, backbone.tokens(best.indices)
-            for index, row in enumerate(rows):
-                if row.chain:
-                    scores[index, :, 1:] = float("-inf")
-            return best_first(bonus, tokens, scores, [row.budget for row in rows], depths)
+        best = logprobs.topk(min(width, backbone.size), dim=-1)
+        return backbone.tokens(best.indices), best.values
 
     def _couple(self, rows: list[DraftRow], logprobs: Tensor) -> None:
         """Replace the log-probabilities of sampling rows by their chances under the row's noise.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from operator import itemgetter
@@ -13,6 +12,7 @@ from torch import Tensor
 from ddtree.drafters import DraftRow
 from ddtree.drafters.backoff import Index, successors
 from ddtree.drafters.ngrams import MAX_ORDER, NgramTable
+from ddtree.drafters.ondemand import Children, Nodes, grow_on_demand, stacked
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.noise import Noise, couple
 from ddtree.rows import drop_row
@@ -21,8 +21,6 @@ from ddtree.tree import MAX_DEPTH, DraftTree
 
 PLAIN = (0.0, 1.0)
 _MEAN_GUMBEL = 0.5772
-
-Candidates = list[tuple[int, float]]
 
 
 class Lookup:
@@ -85,51 +83,64 @@ class Lookup:
         """Nothing to do: `DraftRow.tokens` tells all, the bonus token included."""
 
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        self.follow(rows)
+        with clock("build"):
+            trees = [grow_on_demand(row, self.guess(index, row).children) for index, row in enumerate(rows)]
+            return stacked(trees, self.device)
+
+    def follow(self, rows: list[DraftRow]) -> None:
+        """Take in what the rows' texts have beyond what was seen of them."""
         for index, row in enumerate(rows):
             if not self._rows[index].follows(row.tokens):
                 self._rows[index] = Index(self.order)
             self._rows[index].extend(row.tokens)
-        with clock("build"):
-            return _stacked([self._grow(*pair) for pair in zip(rows, self._rows, strict=True)], self.device)
 
-    def _grow(self, row: DraftRow, index: Index) -> _Nodes:
-        """The tree of one row: nodes in the order of their score, ties by depth, then rank, then parent."""
-        nodes = _Nodes(row.tokens[-1])
-        contexts = [row.tokens[-self.order :]]
+    def guess(self, index: int, row: DraftRow) -> Guess:
+        """What may follow the prefixes of a row that was last followed."""
         foresight = None
         if row.noise is not None and self.coupling != PLAIN:
             foresight = _Foresight(row.noise, self.coupling)
-        # Each entry stands for a node's children from some rank on: (cost of the first, depth, rank, node, children).
-        waiting: list[tuple[float, int, int, int, Candidates]] = []
+        return Guess(self._rows[index], self.table, self.weight, row.tokens, foresight)
 
-        def wait(node: int, rank: int, children: Candidates) -> None:
-            if rank < len(children):
-                cost = -math.log(children[rank][1]) - nodes.logprobs[node]
-                heapq.heappush(waiting, (cost, nodes.depths[node] + 1, rank, node, children))
 
-        node = 0
-        while node < row.budget:
-            if nodes.depths[node] < row.depth:
-                position = len(row.tokens) + nodes.depths[node]
-                wait(node, 0, self._children(contexts[node], index, position, foresight))
-            if not waiting or waiting[0][0] > -row.floor:
-                break
-            cost, depth, rank, parent, children = heapq.heappop(waiting)
-            token, _ = children[rank]
-            if not row.chain:
-                wait(parent, rank + 1, children)
-            node = nodes.append(token, parent, depth, -cost)
-            contexts.append([*contexts[parent], token][-self.order :])
-        return nodes
+class Guess:
+    """Probabilities of the tokens that n-grams know to follow the nodes of one row's tree, as it grows.
 
-    def _children(
-        self, context: list[int], index: Index, position: int, foresight: _Foresight | None
-    ) -> Candidates:
-        """Known tokens at a position with their probabilities, best first; ties by longest suffix, then newest."""
-        scores, unknown = successors(context, index, self.table, self.weight)
-        if scores and foresight:
-            return foresight.rank(scores, unknown, position)
-        return sorted(scores.items(), key=itemgetter(1), reverse=True)
+    Args:
+        index: n-grams of the row's text.
+        table: of other texts.
+        weight: of a sight in the row's text, against one in the table.
+        tokens: the row's text, the bonus token included.
+        foresight: of the row's noise, for a sampled row.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        table: NgramTable | None,
+        weight: float,
+        tokens: list[int],
+        foresight: _Foresight | None,
+    ) -> None:
+        self._known = index, table, weight
+        self._order = index.order
+        self._contexts = [tokens[-self._order :]]
+        self._end = len(tokens)
+        self._foresight = foresight
+
+    def scores(self, nodes: Nodes, node: int) -> dict[int, float]:
+        """Of the known children of a node; what they lack to 1 is left to unknown tokens. Ask node by node."""
+        for place in range(len(self._contexts), node + 1):
+            before = self._contexts[nodes.parents[place]]
+            self._contexts.append([*before, nodes.tokens[place]][-self._order :])
+        scores, unknown = successors(self._contexts[node], *self._known)
+        if scores and self._foresight:
+            return self._foresight.chances(scores, unknown, self._end + nodes.depths[node])
+        return scores
+
+    def children(self, nodes: Nodes, node: int) -> Children:
+        """The known ones, best first; ties by longest suffix, then newest."""
+        return iter(sorted(self.scores(nodes, node).items(), key=itemgetter(1), reverse=True))
 
 
 class _Foresight:
@@ -143,7 +154,8 @@ class _Foresight:
         self._beta, self._kappa = coupling
         self._drawn: defaultdict[int, dict[int, float]] = defaultdict(dict)
 
-    def rank(self, scores: dict[int, float], unknown: float, position: int) -> Candidates:
+    def chances(self, scores: dict[int, float], unknown: float, position: int) -> dict[int, float]:
+        """The scores under the noise of a position; those of no chance are left out."""
         drawn = self._drawn[position]
         missing = [token for token in scores if token not in drawn]
         if missing:
@@ -154,37 +166,4 @@ class _Foresight:
         highest = max(rest, *values)
         chances = [math.exp(value - highest) for value in values]
         total = sum(chances) + math.exp(rest - highest)
-        ranked = sorted(zip(scores, chances, strict=True), key=itemgetter(1), reverse=True)
-        return [(token, chance / total) for token, chance in ranked if chance > 0]
-
-
-class _Nodes:
-    """The columns of one row's tree."""
-
-    def __init__(self, bonus: int) -> None:
-        self.tokens, self.parents, self.depths, self.logprobs = [bonus], [0], [0], [0.0]
-
-    def append(self, token: int, parent: int, depth: int, score: float) -> int:
-        """Add a node and return its place."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.depths.append(depth)
-        self.logprobs.append(score)
-        return len(self.tokens) - 1
-
-
-def _stacked(trees: list[_Nodes], device: torch.device) -> DraftTree:
-    sizes = [len(nodes.tokens) for nodes in trees]
-    width = max(sizes)
-
-    def column(name: str, fill: float, dtype: torch.dtype) -> Tensor:
-        lists = [getattr(nodes, name) for nodes in trees]
-        return torch.tensor([own + [fill] * (width - len(own)) for own in lists], dtype=dtype, device=device)
-
-    return DraftTree(
-        column("tokens", 0, torch.int64),
-        column("parents", 0, torch.int64),
-        column("depths", 0, torch.int64),
-        column("logprobs", -math.inf, torch.float32),
-        sizes,
-    )
+        return {token: chance / total for token, chance in zip(scores, chances, strict=True) if chance > 0}
