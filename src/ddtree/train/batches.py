@@ -91,6 +91,7 @@ class Batches:
         self._draws = draws
         self._cached = cached
         self._orders: dict[int, NDArray[np.int64]] = {}
+        self._pool: tuple[int, list[int]] = (-1, [])
 
     def __getitem__(self, number: int) -> Batch:
         draws = self._draws
@@ -130,11 +131,13 @@ class Batches:
         """The batch's conversations."""
         count, seed = self._draws.conversations, self._draws.seed
         pool, place = divmod(number, _POOL)
-        first = pool * _POOL * count
-        members = [self._at(first + offset) for offset in range(_POOL * count)]
-        members.sort(key=lambda index: self._corpus.span(index)[1])
+        if pool != self._pool[0]:
+            first = pool * _POOL * count
+            members = [self._at(first + offset) for offset in range(_POOL * count)]
+            members.sort(key=lambda index: self._corpus.span(index)[1])
+            self._pool = (pool, members)
         at = int(_generator(seed, 2, pool).permutation(_POOL)[place]) * count
-        return members[at : at + count]
+        return self._pool[1][at : at + count]
 
     def _at(self, place: int) -> int:
         """The conversation at a place of the endless sequence of epochs."""
