@@ -1,5 +1,6 @@
 """Answers written by the target itself."""
 
+import argparse
 import shutil
 from dataclasses import replace
 
@@ -176,3 +177,14 @@ def test_given_turns_and_own_ones_do_not_mix_in_a_folder(talking, tmp_path):
     Synthesizer(talking, TEMPLATE, tmp_path, replace(CONFIG, tokens=1)).run()
     with pytest.raises(ConfigError, match="holds answers made with prompts="):
         Synthesizer(talking, TEMPLATE, tmp_path, CONFIG, ["w20"]).run()
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "rows"), [([], "cpu", 192), ([], "cuda", 4096), (["7"], "cuda", 7)]
+)
+def test_a_gpu_gets_more_rows_unless_told(given, device, rows):
+    parser = argparse.ArgumentParser()
+    synthesize.add_arguments(parser)
+    args = parser.parse_args(["--tokens", "5", *(f"--rows={n}" for n in given)])
+    config = synthesize.synthesis_config(args, torch.device(device))
+    assert (config.rows, config.tokens) == (rows, 5)

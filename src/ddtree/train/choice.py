@@ -40,9 +40,10 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 def draw_nucleus(logits: Tensor, uniform: Tensor, top_p: float) -> Tensor:
     """As `draw`, from the smallest set of most likely tokens whose mass reaches `top_p`."""
-    total = logits.float().logsumexp(dim=-1, keepdim=True)
-    scores, order = logits.float().topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
-    mass = (scores - total).exp()
+    scores = logits.float()
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    best, order = scores.topk(min(_CANDIDATES, scores.shape[-1]), dim=-1)
+    mass = (best - total).exp()
     mass = mass * (mass.cumsum(dim=-1) - mass < top_p)
     running = mass.cumsum(dim=-1)
     aim = uniform.to(running.dtype)[:, None] * running[:, -1:]

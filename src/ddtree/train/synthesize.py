@@ -18,10 +18,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ddtree.errors import ConfigError
@@ -33,6 +34,7 @@ from ddtree.train.turns import Template, encode_turns, read_turns
 from ddtree.train.waves import Rows, Rules, Wave
 
 _EMPTY_SHARDS = 3
+_ROWS_ON_ACCELERATORS = 4096
 _NOTE = "synthesis.json"
 _ORDER = 2**63
 """The stream of draws for the order of waves; waves have those from 0."""
@@ -258,13 +260,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = SynthesisConfig()
     for option, value, text in (
         ("--tokens", default.tokens, "answer tokens wanted"),
-        ("--rows", default.rows, "conversations at once; thousands on a GPU"),
         ("--max-turn", default.max_turn, "tokens of a user turn that the target writes"),
         ("--max-prompt", default.max_prompt, "tokens of a given user turn; longer ones are left out"),
         ("--max-answer", default.max_answer, "tokens of an answer"),
         ("--greedy-share", default.greedy_share, "share of greedy answers; the others are sampled"),
     ):
         group.add_argument(option, type=type(value), default=value, help=f"{text} (default: %(default)s)")
+    group.add_argument(
+        "--rows",
+        type=int,
+        help=f"conversations at once (default: {default.rows} on a CPU, {_ROWS_ON_ACCELERATORS} elsewhere)",
+    )
     group.add_argument(
         "--prompts",
         type=Path,
@@ -273,15 +279,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def synthesis_config(args: argparse.Namespace) -> SynthesisConfig:
-    """The settings that the options stand for."""
-    values = {
-        field.name: getattr(args, field.name) for field in fields(SynthesisConfig) if field.name in args
-    }
-    return replace(SynthesisConfig(), **values)
+def synthesis_config(args: argparse.Namespace, device: torch.device) -> SynthesisConfig:
+    """The settings that the options stand for on a device."""
+    values = {f.name: getattr(args, f.name) for f in fields(SynthesisConfig) if hasattr(args, f.name)}
+    if args.rows is None:
+        values["rows"] = SynthesisConfig.rows if device.type == "cpu" else _ROWS_ON_ACCELERATORS
+    return SynthesisConfig(**values)
 
 
 def synthesizer_of(args: argparse.Namespace, target: Target, folder: Path) -> Synthesizer:
     """What the options ask for. Raises ConfigError for a prompt file or template that cannot be used."""
     turns = read_turns(args.prompts) if args.prompts else None
-    return Synthesizer(target, Template.of(target.tokenizer), folder, synthesis_config(args), turns)
+    config = synthesis_config(args, target.device)
+    return Synthesizer(target, Template.of(target.tokenizer), folder, config, turns)
