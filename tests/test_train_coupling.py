@@ -45,7 +45,7 @@ def test_noise_that_says_nothing_is_not_listened_to():
     assert fit.after <= fit.before
 
 
-@pytest.mark.parametrize("kind", ["tree", "markov", "treeflash"])
+@pytest.mark.parametrize("kind", ["tree", "markov", "treeflash", "domino"])
 def test_a_drafter_is_fitted_at_work_and_keeps_the_parameters(kind):
     model = tiny.model("llama")
     target = Target(model)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash import PLAIN, DFlash
+from ddtree.drafters.domino import Domino
 from ddtree.drafters.firstorder import FirstOrder, View
 from ddtree.engine import Engine
 from ddtree.errors import ConfigError
@@ -42,7 +43,7 @@ class CouplingFit:
 class _Traces:
     """What the drafter thought of the positions that the walk reached, with their noise and the target's choice."""
 
-    def __init__(self, drafter: DFlash | FirstOrder, temperature: float) -> None:
+    def __init__(self, drafter: DFlash | FirstOrder | Domino, temperature: float) -> None:
         self._ids = drafter.backbone.draft_ids
         self._temperature = temperature
         self._rounds: list[tuple[DraftRow, int, Tensor | View]] = []
@@ -85,7 +86,7 @@ class _Traces:
 
 def fit_coupling(
     target: Target,
-    drafter: DFlash | FirstOrder,
+    drafter: DFlash | FirstOrder | Domino,
     prompts: list[list[int]],
     *,
     temperature: float = 1.0,
