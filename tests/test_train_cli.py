@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 from ddtree.cli import main
 from ddtree.drafters.checkpoint import read
+from ddtree.drafters.heads.files import read_head
 from ddtree.drafters.ngrams import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.train.cli import add_arguments, run
@@ -73,6 +74,46 @@ def test_all_steps_make_a_drafter_that_reads_back(target, tmp_path, capsys):
     assert f"{summary['data']['answer_tokens']:,} answer" in card
     assert re.search(r"\| held-out \| 1 \| [01] \| dflash \+ n-grams \|", card)
     assert re.search("held-out, T=[01], dflash: chain", capsys.readouterr().out)
+
+
+def test_heads_are_trained_beside_the_drafter_and_exported_with_it(target, tmp_path, capsys):
+    work, out = tmp_path / "work", tmp_path / "out"
+    run(arguments(target, work, "synthesize"))
+    run(arguments(target, work, "fit", "--prefix-share=0.5", "--features=online", "--traces=0"))
+    backbone = (work / "dflash" / "model.safetensors").read_bytes()
+    heads = [
+        "--heads",
+        "markov:rank=4,confidence=32",
+        "treeflash:intermediate_size=8",
+        "domino",
+        "--head-steps=3",
+    ]
+    for step in ("heads", "evaluate", "export"):
+        run(arguments(target, work, step, f"--out={out}", *heads))
+    assert (work / "dflash" / "model.safetensors").read_bytes() == backbone
+    said = capsys.readouterr().out
+    for kind in ("markov", "treeflash", "domino"):
+        head, found, _ = read_head(out / kind)
+        assert head.kind == kind
+        assert found == (out / "dflash").resolve()
+        assert f"{kind}: chain" in said
+    assert read_head(out / "markov")[0].config()["rank"] == 4
+    assert "d2sd: chain" in said
+    summary = json.loads((work / "heads" / "summary.json").read_text())
+    assert summary["heads"]["domino"]["loss"] == "ce"
+    assert summary["heads"]["markov"]["loss"] == "kl"
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [([], "name the heads"), (["gru"], "gru"), (["markov:rank=x"], "rank=x is not NAME")],
+)
+def test_heads_that_are_none_are_named(target, tmp_path, heads, message):
+    work = tmp_path / "work"
+    run(arguments(target, work, "synthesize"))
+    run(arguments(target, work, "fit", "--steps=1"))
+    with pytest.raises(ConfigError, match=message):
+        run(arguments(target, work, "heads", *(["--heads", *heads] if heads else [])))
 
 
 def test_finished_steps_are_not_done_again(target, tmp_path):

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from ddtree.drafters.heads.registry import KINDS
 from ddtree.errors import CheckpointError
 
 DRAFTER = "dflash"
+HEADS = "heads"
 NGRAMS = "ngrams.safetensors"
 SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
@@ -72,6 +74,9 @@ def export(work: Path, out: Path) -> None:
             raise CheckpointError(f"{work / name} is missing; run `ddtree train fit` first")
     out.mkdir(parents=True, exist_ok=True)
     shutil.copytree(work / DRAFTER, out / DRAFTER, dirs_exist_ok=True)
+    for kind in KINDS:
+        if (work / kind / "config.json").exists():
+            shutil.copytree(work / kind, out / kind, dirs_exist_ok=True)
     if (work / NGRAMS).exists():
         shutil.copyfile(work / NGRAMS, out / NGRAMS)
     (out / DRAFTER / "README.md").write_text(card(summary, figures), encoding="utf-8")
