@@ -99,6 +99,8 @@ def test_heads_are_trained_beside_the_drafter_and_exported_with_it(target, tmp_p
         assert f"{kind}: chain" in said
     assert read_head(out / "markov")[0].config()["rank"] == 4
     assert "d2sd: chain" in said
+    assert run(arguments(target, work, "plot")) == 0
+    assert {path.name for path in work.glob("*.png")} == {"fit.png", "heads.png"}
     summary = json.loads((work / "heads" / "summary.json").read_text())
     assert summary["heads"]["domino"]["loss"] == "ce"
     assert summary["heads"]["markov"]["loss"] == "kl"
@@ -133,7 +135,11 @@ def test_finished_steps_are_not_done_again(target, tmp_path):
 
 @pytest.mark.parametrize(
     ("step", "message"),
-    [("fit", "run `ddtree train synthesize` first"), ("export", "run `ddtree train fit` first")],
+    [
+        ("plot", "run `ddtree train fit` first"),
+        ("fit", "run `ddtree train synthesize` first"),
+        ("export", "run `ddtree train fit` first"),
+    ],
 )
 def test_a_step_without_the_one_before_says_which(target, tmp_path, step, message):
     with pytest.raises(CheckpointError, match=message):

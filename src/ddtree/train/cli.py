@@ -16,8 +16,10 @@ from ddtree.train import synthesize as synthesizing
 from ddtree.train.data import Corpus, shard_indices
 from ddtree.train.group import Group, local_device
 from ddtree.train.initial import feature_layers
+from ddtree.train.plot import plot
 
-STEPS = ("synthesize", "features", "fit", "heads", "evaluate", "export")
+STEPS = ("synthesize", "features", "fit", "heads", "evaluate", "export", "plot")
+_WITHOUT_TARGET = {"export", "plot"}
 _TOGETHER = {"fit", "heads"}  # steps that several processes share
 
 
@@ -42,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the step or steps asked for. Errors a user can cause are `DDTreeError`s."""
     steps = [args.step]
     if args.step == "all":
-        apart = {"features"} if args.heads else {"features", "heads"}
+        apart = {"features", "plot"} if args.heads else {"features", "heads", "plot"}
         steps = [step for step in STEPS if step not in apart]
-    target = None if steps == ["export"] else _target(args)
+    target = None if set(steps) <= _WITHOUT_TARGET else _target(args)
     group = Group.join(torch.device(args.device) if target is None else target.device)
     try:
         for step in steps:
@@ -65,6 +67,9 @@ def _step(step: str, args: argparse.Namespace, target: Target | None, group: Gro
         out = args.out or args.work / "export"
         exporting.export(args.work, out)
         print(f"the drafter is in {out}")
+        return
+    if step == "plot":
+        print(*plot(args.work), sep="\n")
         return
     assert target is not None
     if step == "synthesize":

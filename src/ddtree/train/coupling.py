@@ -45,6 +45,7 @@ class _Traces:
 
     def __init__(self, drafter: DFlash | FirstOrder | Domino, temperature: float) -> None:
         self._ids = drafter.backbone.draft_ids
+        self._device = drafter.backbone.device
         self._temperature = temperature
         self._rounds: list[tuple[DraftRow, int, Tensor | View]] = []
         self.logq: list[Tensor] = []
@@ -64,7 +65,7 @@ class _Traces:
             if isinstance(thought, Tensor):
                 logprobs = thought
             elif before := tokens[start - 1 : min(end - 1, start - 1 + row.depth)]:
-                logprobs = thought(torch.tensor(before))
+                logprobs = thought(torch.tensor(before, device=self._device))
             else:
                 continue
             for depth in range(min(end - start, len(logprobs))):

@@ -46,7 +46,7 @@ class Conversation:
 
     @property
     def answer(self) -> list[int]:
-        return [int(token) for token in self.tokens[self.answer_start :]]
+        return self.tokens[self.answer_start :].tolist()
 
 
 @dataclass(frozen=True, eq=False)

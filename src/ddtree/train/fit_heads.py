@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from dataclasses import asdict, replace
@@ -12,16 +13,20 @@ from typing import Any
 import torch
 
 from ddtree.drafters.checkpoint import read
+from ddtree.drafters.dflash import PLAIN, backbone_of
+from ddtree.drafters.domino import Domino
+from ddtree.drafters.firstorder import FirstOrder
 from ddtree.drafters.heads import Head
 from ddtree.drafters.heads.files import write_head
 from ddtree.drafters.heads.registry import KINDS, create
+from ddtree.drafters.loading import with_head
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.target import Target
 from ddtree.train import export as exporting
 from ddtree.train.data import Corpus
 from ddtree.train.export import DRAFTER, HEADS
 from ddtree.train.fit import Fit, FitConfig
-from ddtree.train.fitting import config_of, head_weight, teacher_of
+from ddtree.train.fitting import config_of, couple, head_weight, teacher_of
 from ddtree.train.group import Group
 from ddtree.train.heads_job import HeadsJob
 from ddtree.train.objective import LOSSES, Vocabulary
@@ -91,9 +96,17 @@ def fit_heads(args: argparse.Namespace, target: Target, group: Group) -> None:
         "machine": exporting.machine(target.device),
         "heads": {},
     }
+    backbone = backbone_of(read(args.work / DRAFTER), target)
     for kind, head in heads.items():
-        write_head(args.work / kind, head, coupling=found.layout.coupling)
+        coupling = found.layout.coupling
+        if args.traces:
+            drafter = with_head(backbone, copy.deepcopy(head), PLAIN)
+            assert isinstance(drafter, FirstOrder | Domino)
+            coupled = couple(target, drafter, corpus, args.traces)
+            coupling = (coupled.beta, coupled.kappa)
+        write_head(args.work / kind, head, coupling=coupling)
         summary["heads"][kind] = {
+            "coupling": coupling,
             **head.config(),
             "loss": objectives[kind].loss,
             "parameters": exporting.parameters(head),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.checkpoint import write
 from ddtree.drafters.dflash import PLAIN, DFlash
-from ddtree.drafters.dflash_net import DFlashNet
+from ddtree.drafters.domino import Domino
+from ddtree.drafters.firstorder import FirstOrder
 from ddtree.drafters.ngrams import build_table
 from ddtree.errors import ConfigError
 from ddtree.target import Target
@@ -163,7 +164,8 @@ def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
     }
     coupling = PLAIN
     if args.traces:
-        coupled = couple(target, network, ids, corpus, args.traces)
+        drafter = DFlash(Backbone(copy.deepcopy(network), target, draft_ids=ids))
+        coupled = couple(target, drafter, corpus, args.traces)
         coupling = (coupled.beta, coupled.kappa)
         recipe |= {"coupling_beta": round(coupled.beta, 4), "coupling_kappa": round(coupled.kappa, 4)}
     write(args.work / DRAFTER, network, draft_ids=ids, coupling=coupling, dtype=torch.bfloat16)
@@ -189,11 +191,8 @@ def teacher_of(
     return None
 
 
-def couple(
-    target: Target, network: DFlashNet, ids: Tensor | None, corpus: Corpus, traces: int
-) -> CouplingFit:
-    """Fit the noise coupling while the drafter decodes held-out user turns at temperature 1."""
-    drafter = DFlash(Backbone(copy.deepcopy(network), target, draft_ids=ids))
+def couple(target: Target, drafter: DFlash | FirstOrder | Domino, corpus: Corpus, traces: int) -> CouplingFit:
+    """Fit the noise coupling while a drafter decodes held-out user turns at temperature 1."""
     turns = [corpus.conversations[index] for index in corpus.held_out[:traces]]
     return fit_coupling(target, drafter, [corpus.prefix + c.tokens[: c.answer_start].tolist() for c in turns])
 
