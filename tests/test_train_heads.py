@@ -31,8 +31,16 @@ def target():
 
 @pytest.fixture(scope="module")
 def corpus(target, tmp_path_factory):
-    """Answers in which each token determines the next, among 24 even ones; the first is drawn at random."""
     folder = tmp_path_factory.mktemp("corpus")
+    write_answers(folder)
+    corpus = Corpus(folder, held_out=0.2)
+    corpus.prepare(target, feature_layers(target, 2))
+    return corpus
+
+
+def write_answers(folder):
+    """Answers in which each token determines the next, among 24 even ones; the first is drawn at random."""
+    folder.mkdir(exist_ok=True)
     draws = np.random.default_rng(0)
     written = []
     for _ in range(60):
@@ -40,9 +48,6 @@ def corpus(target, tmp_path_factory):
         answer = 2 * ((first + 7 * np.arange(14)) % 24)
         written.append(Conversation(np.concatenate([turn, answer]), 4, True))
     write_shard(shard_path(folder, 0), [1, 7], written)
-    corpus = Corpus(folder, held_out=0.2)
-    corpus.prepare(target, feature_layers(target, 2))
-    return corpus
 
 
 @pytest.fixture
