@@ -24,8 +24,8 @@ View = Callable[[Tensor], Tensor]
 
 # Children of a prefix that can be told apart; a tree hardly ever takes as many.
 _MOST_CHILDREN = 64
-# Predecessors for each node of the budget, and at least for each depth.
-_GUESSES, _LEAST_GUESSES = 2, 4
+# Predecessors to guess for each depth at least: a chain has few nodes, and each of its depths needs the right one.
+_LEAST_GUESSES = 4
 
 
 class FirstOrder:
@@ -33,7 +33,8 @@ class FirstOrder:
 
     The tree is the best-first tree of the head's path scores: a budget of B nodes needs no more than the B best
     prefixes of each level and their B best children. Of guessed predecessors (see `ddtree.drafters.tables`) there
-    are 2 B; prefixes that end in another token go on as the backbone alone would have it.
+    are B, four for each depth at least; prefixes that end in another token go on as the backbone alone would have
+    it.
 
     Args:
         backbone: the network over the rows' contexts.
@@ -41,7 +42,7 @@ class FirstOrder:
             and dtype.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
         name: of the drafter; the head's kind by default.
-        predecessors: how many to guess for each row; 2 B by default.
+        predecessors: how many to guess for each row, in place of that.
         confident: multiply the probabilities of a prefix's children by the head's confidence that a draft there is
             accepted at all. That spends less of the budget where the head is unsure.
 
@@ -94,7 +95,7 @@ class FirstOrder:
             for row, own in zip(rows, states, strict=True):
                 self.trace(row, self._view(own))
         budget = max(row.budget for row in rows)
-        guesses = max(_GUESSES * budget, _LEAST_GUESSES * (depth - 1))
+        guesses = max(budget, _LEAST_GUESSES * (depth - 1))
         chains = torch.tensor([row.chain for row in rows], device=backbone.device)
         tables = first_order(
             backbone,
