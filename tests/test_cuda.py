@@ -24,6 +24,10 @@ SAMPLING = {
     "penalty-and-bias": {"temperature": 1.0, "repetition_penalty": 1.3, "logit_bias": {3: 2.0, 5: -1.5}},
 }
 KINDS = ("none", "chain", "tree", "lookup", "merged")
+HEADS = ("markov", "treeflash", "domino")
+PAIRS = [
+    (family, kind) for family in tiny.FAMILIES for kind in (*KINDS, *(HEADS if family == "llama" else ()))
+]
 
 
 @functools.cache
@@ -42,8 +46,7 @@ def expected(family, sampling):
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_tokens_are_those_of_the_plain_loop_on_the_cpu(family, kind, sampling):
     model = model_of(family, "cuda")
     for rows in (1, 3):
