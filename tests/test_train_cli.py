@@ -71,7 +71,7 @@ def test_all_steps_make_a_drafter_that_reads_back(target, tmp_path, capsys):
         assert torch.equal(tensor, fitted[name].to(torch.bfloat16))
     assert NgramTable.load(out / "ngrams.safetensors").max_order == 5
     card = (out / "dflash" / "README.md").read_text()
-    assert f"{summary['data']['answer_tokens']:,} answer" in card
+    assert f"{summary['data']['answer_tokens']:,} tokens of answers by the target; user turns sampled" in card
     assert re.search(r"\| held-out \| 1 \| [01] \| dflash \+ n-grams \|", card)
     assert re.search("held-out, T=[01], dflash: chain", capsys.readouterr().out)
 
@@ -99,6 +99,7 @@ def test_heads_are_trained_beside_the_drafter_and_exported_with_it(target, tmp_p
         assert f"{kind}: chain" in said
     assert read_head(out / "markov")[0].config()["rank"] == 4
     assert "d2sd: chain" in said
+    assert "| treeflash | 0.0 M | kl |" in (out / "dflash" / "README.md").read_text()
     assert run(arguments(target, work, "plot")) == 0
     assert {path.name for path in work.glob("*.png")} == {"fit.png", "heads.png"}
     summary = json.loads((work / "heads" / "summary.json").read_text())

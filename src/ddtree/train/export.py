@@ -79,11 +79,13 @@ def export(work: Path, out: Path) -> None:
             shutil.copytree(work / kind, out / kind, dirs_exist_ok=True)
     if (work / NGRAMS).exists():
         shutil.copyfile(work / NGRAMS, out / NGRAMS)
-    (out / DRAFTER / "README.md").write_text(card(summary, figures), encoding="utf-8")
+    path = work / HEADS / SUMMARY
+    heads = read_json(path, "heads") if path.exists() else None
+    (out / DRAFTER / "README.md").write_text(card(summary, figures, heads), encoding="utf-8")
 
 
-def card(summary: dict[str, Any], figures: list[Figure]) -> str:
-    """The model card, in Markdown."""
+def card(summary: dict[str, Any], figures: list[Figure], heads: dict[str, Any] | None = None) -> str:
+    """The model card, in Markdown; `heads` is the summary of the step of that name, if it was run."""
     data, recipe = summary["data"], summary["recipe"]
     lines = [
         "---",
@@ -98,10 +100,10 @@ def card(summary: dict[str, Any], figures: list[Figure]) -> str:
         "",
         "## Data",
         "",
-        f"{data['conversations']:,} conversations that the target held with itself, {data['answer_tokens']:,} answer "
-        f"tokens: user turns sampled from the chat template at temperature 1, top-p {data['turn_top_p']}; "
-        f"{data['greedy_share']:.0%} of the answers greedy, the others at temperature 1, up to {data['max_answer']} "
-        f"tokens, loops cut. {data['held_out']:,} conversations were held out. Nothing else was used.",
+        f"{data['conversations']:,} conversations, {data['answer_tokens']:,} tokens of answers by the target; "
+        f"{_turns(data)}. {data['greedy_share']:.0%} of the answers are greedy, the others at temperature 1, up to "
+        f"{data['max_answer']} tokens, loops cut. {data['held_out']:,} conversations were held out. Nothing else was "
+        "used.",
         "",
         "## Recipe",
         "",
@@ -115,6 +117,7 @@ def card(summary: dict[str, Any], figures: list[Figure]) -> str:
         f"| time of the fit | {summary['seconds'] / 60:.0f} min |",
         "",
         *([*summary["notes"], ""] if summary.get("notes") else []),
+        *_heads(heads),
         "## Acceptance",
         "",
         "Tokens per round (accepted drafted tokens + 1), replayed along n answers not used in training, whose user "
@@ -132,6 +135,32 @@ def card(summary: dict[str, Any], figures: list[Figure]) -> str:
             + " |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _turns(data: dict[str, Any]) -> str:
+    if data.get("turns_given"):
+        return "user turns from a file"
+    top_p = f", top-p {data['turn_top_p']}" if data.get("turn_top_p") else ""
+    return f"user turns sampled from the chat template at temperature 1{top_p}"
+
+
+def _heads(summary: dict[str, Any] | None) -> list[str]:
+    """The card's section on the heads beside the drafter."""
+    if not summary:
+        return []
+    lines = [
+        "## Heads",
+        "",
+        f"Trained together on the frozen drafter, in {summary['seconds'] / 60:.0f} min.",
+        "",
+        "| head | parameters | loss | held-out tokens a round, chain |",
+        "| --- | --- | --- | --- |",
+    ]
+    for kind, head in summary["heads"].items():
+        lines.append(
+            f"| {kind} | {head['parameters'] / 1e6:.1f} M | {head['loss']} | {head['held_out_chain']:.2f} |"
+        )
+    return [*lines, ""]
 
 
 def parameters(network: torch.nn.Module) -> int:

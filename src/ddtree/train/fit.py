@@ -213,6 +213,11 @@ class Fit:
             groups, lr=config.learning_rate, betas=_BETAS, fused=True if on_gpu else None
         )
 
+    @property
+    def seconds(self) -> float:
+        """Time that the fit has used, with that before it was taken up again."""
+        return self._clock.seconds
+
     def run(self, report: Callable[[Progress], None] | None = None) -> dict[str, HeldOut]:
         """Train to the end, or until held-out answers stop improving; leaves the best weights in the modules.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -86,13 +85,12 @@ def fit_heads(args: argparse.Namespace, target: Target, group: Group) -> None:
     )
     teacher = teacher_of(args, target, corpus, shape.target_layer_ids, group)
     fit = Fit(job, corpus, args.work / HEADS, config, target.device, teacher, group)
-    started = time.monotonic()
     best = run_fit(fit, "heads", config, group)
     if not group.main:
         return
     summary: dict[str, Any] = {
         "recipe": {**asdict(config), "processes": group.size, "optimizer_steps_done": fit.step},
-        "seconds": time.monotonic() - started,
+        "seconds": fit.seconds,
         "machine": exporting.machine(target.device),
         "heads": {},
     }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import time
+import json
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +30,10 @@ from ddtree.train.group import Group
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
 from ddtree.train.objective import LOSSES, Vocabulary
 from ddtree.train.reporting import run_fit
-from ddtree.train.synthesize import SynthesisConfig
 from ddtree.train.teacher import Teacher
 
-# Conversations of a pass and passes of a step: a CPU gains nothing from wide passes, and loses by their padding.
-_PASSES = {"cpu": (1, 2)}
-_WIDE = (64, 1)
+_CONVERSATIONS = {"cpu": 2}  # a CPU gains nothing from wide passes
+_MANY_CONVERSATIONS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minutes", type=float, help="length of the fit by the clock, in place of a number of steps"
     )
     group.add_argument(
-        "--conversations", type=int, help="of a pass (default: 1 on a CPU, 64 on other devices)"
+        "--conversations", type=int, help="of a pass (default: 2 on a CPU, 64 on other devices)"
     )
     group.add_argument(
-        "--accumulate", type=int, help="passes of a step (default: 2 on a CPU, 1 on other devices)"
+        "--accumulate", type=int, default=fit.accumulate, help="passes of a step (default: %(default)s)"
     )
     group.add_argument(
         "--anchors", type=int, default=fit.anchors, help="per conversation (default: %(default)s)"
@@ -122,13 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace, device: torch.device) -> FitConfig:
     """The fit's settings, with the device's defaults."""
-    conversations, accumulate = _PASSES.get(device.type, _WIDE)
-    own: dict[str, Any] = {
-        "conversations": args.conversations or conversations,
-        "accumulate": args.accumulate or accumulate,
-    }
-    same = [field.name for field in fields(FitConfig) if field.name not in own]
-    return FitConfig(**own, **{name: getattr(args, name) for name in same})
+    values = {field.name: getattr(args, field.name) for field in fields(FitConfig)}
+    if args.conversations is None:
+        values["conversations"] = _CONVERSATIONS.get(device.type, _MANY_CONVERSATIONS)
+    return FitConfig(**values)
 
 
 def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
@@ -148,10 +144,10 @@ def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
     embedding = target.embed.weight.detach()  # type: ignore[operator]
     job = DrafterJob(network, Vocabulary(ids, weight), embedding, config.objective)
     fitting = Fit(job, corpus, args.work / "fit", config, target.device, teacher, group)
-    started = time.monotonic()
     best = run_fit(fitting, "fit", config, group)[DRAFTER]
     if not group.main:
         return
+    seconds = fitting.seconds
     recipe = {
         **asdict(config),
         "processes": group.size,
@@ -169,7 +165,6 @@ def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
         coupling = (coupled.beta, coupled.kappa)
         recipe |= {"coupling_beta": round(coupled.beta, 4), "coupling_kappa": round(coupled.kappa, 4)}
     write(args.work / DRAFTER, network, draft_ids=ids, coupling=coupling, dtype=torch.bfloat16)
-    seconds = time.monotonic() - started
     exporting.write_json(args.work / SUMMARY, summary(args, target, corpus, network, recipe, seconds))
     if args.table_megabytes:
         build_table(corpus.answers(), args.work / NGRAMS, max_bytes=int(args.table_megabytes * 1e6))
@@ -215,13 +210,20 @@ def summary(
             "held_out": len(corpus.held_out),
             "answer_tokens": corpus.answer_tokens,
             "greedy_share": sum(c.greedy for c in conversations) / len(conversations),
-            "turn_top_p": SynthesisConfig().turn_top_p,
+            **synthesis(args.work / "answers"),
             "max_answer": max(len(c.tokens) - c.answer_start for c in conversations),
         },
         "recipe": recipe,
         "machine": exporting.machine(target.device),
         "seconds": seconds,
     }
+
+
+def synthesis(folder: Path) -> dict[str, Any]:
+    """How user turns came about, as far as a folder of answers says."""
+    path = folder / "synthesis.json"
+    noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {"turns_given": bool(noted.get("prompts")), "turn_top_p": noted.get("turn_top_p")}
 
 
 def head_weight(target: Target) -> Tensor:
