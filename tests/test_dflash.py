@@ -20,6 +20,7 @@ from ddtree.errors import ConfigError
 from ddtree.sampling import Noise, SamplingParams
 from ddtree.stats import Clock
 from ddtree.target import Target
+from ddtree.train.batches import Batch
 from ddtree.train.blocks import pack
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -411,11 +412,15 @@ def test_a_coupling_out_of_range_is_refused(target, coupling):
 def test_packed_blocks_give_what_each_block_gives_alone(changes):
     net = network(**changes)
     anchors = torch.tensor([3, 4, 11])
-    blocks = pack(torch.tensor(tiny.prompt(20)), anchors, BLOCK, net.config.mask_token_id)
-    x = torch.randn(1, len(blocks.tokens), 32, generator=torch.Generator().manual_seed(0))
+    tokens, lengths = torch.tensor(tiny.prompt(20))[None], torch.tensor([20])
+    batch = Batch(
+        tokens, lengths, anchors[None], torch.zeros(1, 3, dtype=torch.int64), context=11, indices=[0]
+    )
+    blocks = pack(batch, BLOCK, net.config.mask_token_id)
+    x = torch.randn(1, blocks.tokens.shape[1], 32, generator=torch.Generator().manual_seed(0))
     context = net.context(features(blocks.context, 1)[None])
     places = torch.arange(blocks.context)[None]
-    packed = net.norm(net(x, blocks.positions[None], context, places, blocks.mask[None]))
+    packed = net.norm(net(x, blocks.positions, context, places, blocks.mask))
     for index, anchor in enumerate(anchors.tolist()):
         part = slice(index * BLOCK, (index + 1) * BLOCK)
         positions = torch.arange(anchor, anchor + BLOCK)[None]

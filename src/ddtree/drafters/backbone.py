@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ddtree.cache import KVCache
 from ddtree.drafters.dflash_net import DFlashNet
@@ -92,8 +93,10 @@ class Backbone:
 
     def states(self, bonus: list[int], depth: int) -> Tensor:
         """States [R, depth, H], before the final norm, of the slots after each row's context and bonus token."""
-        known = torch.tensor(bonus, device=self.device)[:, None, None]
-        return self.branches(known, torch.ones_like(known[..., 0]), depth)[:, 0]
+        config = self.network.config
+        tokens = torch.full((len(bonus), 1, config.block_size), config.mask_token_id, device=self.device)
+        tokens[:, 0, 0] = torch.tensor(bonus, device=self.device)
+        return self._states(tokens, None, depth)[:, 0]
 
     @torch.inference_mode()
     def branches(self, known: Tensor, counts: Tensor, depth: int) -> Tensor:
@@ -108,16 +111,25 @@ class Backbone:
             [R, K, depth, H], before the final norm, of the slots that predict depths 1..depth.
         """
         config, (rows, blocks, given) = self.network.config, known.shape
-        size = config.block_size
-        self._read(0, rows)
-        tokens = torch.full((rows, blocks, size), config.mask_token_id, device=self.device)
+        tokens = torch.full((rows, blocks, config.block_size), config.mask_token_id, device=self.device)
         tokens[:, :, :given] = known
-        masked = torch.arange(size, device=self.device) >= counts[..., None]
-        tokens.masked_fill_(masked, config.mask_token_id)
+        masked = torch.arange(config.block_size, device=self.device) >= counts[..., None]
+        return self._states(tokens.masked_fill_(masked, config.mask_token_id), masked, depth)
+
+    @torch.inference_mode()
+    def _states(self, tokens: Tensor, masked: Tensor | None, depth: int) -> Tensor:
+        """As `branches`, of blocks int64 [R, K, block size]; `masked` None: of each, all slots but the first."""
+        config, (rows, blocks, size) = self.network.config, tokens.shape
+        self._read(0, rows)
         slots = self.network.embed(self._embedding, tokens)
         if self._mask_embedding is not None:
-            slots = torch.where(masked[..., None], self._mask_embedding, slots)
-        positions = self._positions(0, rows, size).repeat(1, blocks)
+            if masked is None:
+                slots[:, :, 1:] = self._mask_embedding
+            else:
+                slots = torch.where(masked[..., None], self._mask_embedding, slots)
+        positions = self._positions(0, rows, size)
+        if blocks > 1:
+            positions = positions.repeat(1, blocks)
         # The blocks' columns are never committed: the next ones overwrite them.
         width = self._cache.open(0, rows, blocks * size)
         columns, mask = self._visible(rows, blocks, size, width)
@@ -159,10 +171,8 @@ class Backbone:
         most = max(counts)
         if most == 0:
             return
-        features = torch.nn.utils.rnn.pad_sequence(
-            [torch.cat(parts) if parts else self._no_features() for parts in self._unread[start:stop]],
-            batch_first=True,
-        )
+        own = [torch.cat(parts) if parts else self._no_features() for parts in self._unread[start:stop]]
+        features = own[0][None] if len(own) == 1 else pad_sequence(own, batch_first=True)
         positions = self._positions(start, stop, most)
         self._cache.open(start, stop, most)
         self.network.inject(self.network.context(features), positions, self._cache)
