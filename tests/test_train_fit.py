@@ -229,6 +229,10 @@ def test_a_killed_fit_taken_up_again_ends_the_same(target, corpus, net, tmp_path
 
 def test_a_fit_with_other_settings_does_not_resume(target, corpus, net, tmp_path):
     fitting(target, corpus, net, tmp_path).run()
+    fitting(target, corpus, net, tmp_path).run()
+    other = initial_net(target, replace(net.config, block_size=5), corpus.example(corpus.train[0]))
+    with pytest.raises(CheckpointError, match="other settings"):
+        fitting(target, corpus, other, tmp_path).run()
     with pytest.raises(CheckpointError, match="other settings"):
         fitting(target, corpus, net, tmp_path, replace(CONFIG, seed=1)).run()
 

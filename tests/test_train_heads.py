@@ -9,6 +9,7 @@ import torch
 import tiny
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.heads.registry import KINDS, create
+from ddtree.errors import CheckpointError
 from ddtree.target import Target
 from ddtree.train.batches import Draws, collate
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
@@ -167,6 +168,21 @@ def test_killed_heads_taken_up_again_end_the_same(target, corpus, net, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         trained("broken", kill_at=5)
     assert torch.equal(trained("broken"), whole)
+
+
+def test_heads_of_another_drafter_are_not_taken_up(target, corpus, net, tmp_path):
+    config = replace(CONFIG, steps=2, evaluate_every=2)
+
+    def fit():
+        job = job_of(target, net, made(["markov"], 32, len(IDS), seed=0))
+        return Fit(job, corpus, tmp_path, config, target.device)
+
+    fit().run()
+    fit().run()
+    with torch.no_grad():
+        net.fc.weight *= 1.01
+    with pytest.raises(CheckpointError, match="other settings"):
+        fit().run()
 
 
 def test_the_confidence_head_learns_the_overlap_with_the_target(target, corpus, net, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class DrafterJob:
     ) -> None:
         self.modules: dict[str, nn.Module] = {NAME: net}
         self.block = net.config.block_size
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {"network": asdict(net.config), "draft_tokens": vocabulary.size}
         self._net = net
         self._vocabulary = vocabulary
         self._embedding = embedding

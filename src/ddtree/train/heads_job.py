@@ -76,7 +76,9 @@ class HeadsJob:
         self.modules: dict[str, nn.Module] = dict(heads)
         self.block = net.config.block_size
         self.settings: dict[str, Any] = {
-            kind: [head.config(), vars(objectives[kind])] for kind, head in heads.items()
+            "heads": {kind: [head.config(), vars(objectives[kind])] for kind, head in heads.items()},
+            # Heads fit the drafter that they were trained on, and no other.
+            "drafter": repr(sum(float(p.detach().double().abs().sum()) for p in net.parameters())),
         }
         self._heads = heads
         self._objectives = objectives
