@@ -78,6 +78,17 @@ def test_arms_that_are_alike_are_not_switched_back_and_forth():
     assert len(control.switches) <= 8
 
 
+def test_a_text_that_suits_the_arm_in_use_does_not_speak_for_the_others():
+    control = controller()
+    play(control, 300, {FULL: 3.6, DFLASH: 2.6, LOOKUP: 3.3})
+    assert control.current == LOOKUP
+    usual = control.speed(DFLASH)
+    play(control, 60, {FULL: 8.2, DFLASH: 2.6, LOOKUP: 8.0})
+    assert control.current == LOOKUP
+    assert control.speed(LOOKUP) > 1.5 * control.speed(DFLASH)
+    assert control.speed(DFLASH) < 1.4 * usual
+
+
 def test_measured_time_counts_more_than_predicted():
     control = controller((DFLASH, OFF))
     play(control, 1000, {DFLASH: 1.8}, slowness={DFLASH: 1.6, OFF: 1.0})

@@ -130,6 +130,9 @@ class Controller:
     it, since the answer is then known. So arms are compared on the same rounds, as shares of the full arm's tokens, and
     one rolling level says how many those are now. "off" makes one token a round.
 
+    A level is measured with the arm in use. A text that suits its drafters need not suit others: how far the level
+    departs from the one of the long run is believed of another arm as far as the two have drafters in common.
+
     The arm in use is left only after 8 rounds, for one that is faster by 3 % and by more than luck may explain; for
     "off" not within the first 32. At most 3 % of rounds go to another arm: to the full one, to keep level and shares
     true, or to "off" while its time is not known.
@@ -149,6 +152,7 @@ class Controller:
         self._seconds = seconds
         self._since = 0
         self._levelled: int | None = None
+        self._heard = 0
         self._lately: deque[float] = deque(maxlen=_DWELL)
 
     def choose(self) -> Arm:
@@ -209,7 +213,7 @@ class Controller:
     def speed(self, arm: Arm) -> float:
         """Tokens a row and second that an arm is expected to make now."""
         figures = self.figures[arm]
-        tokens = 1.0 if arm == OFF else max(1.0, self.level * figures.share)
+        tokens = self._tokens(arm)
         # An arm hardly timed is taken to be as slow, against its prediction, as the one in use.
         trust = figures.timed / (figures.timed + _TIMES_DOUBT)
         slowness = trust * figures.slowness + (1 - trust) * self.figures[self.current].slowness
@@ -228,7 +232,7 @@ class Controller:
             "arms": {
                 str(arm): {
                     "rounds": figures.rounds,
-                    "tokens_per_round": 1.0 if arm == OFF else self.level * figures.share,
+                    "tokens_per_round": self._tokens(arm),
                     "nodes": figures.nodes,
                     "tokens_per_second": self.speed(arm) if self._known(arm) else None,
                 }
@@ -236,6 +240,15 @@ class Controller:
             },
             "switches": [asdict(switch) for switch in self.switches],
         }
+
+    def _tokens(self, arm: Arm) -> float:
+        """Tokens a row and round that an arm is expected to make now."""
+        if arm == OFF:
+            return 1.0
+        used = self._full if self.current == OFF else self.current
+        common = len(set(arm.members) & set(used.members)) / len(set(arm.members) | set(used.members))
+        level = self._career + (self.level - self._career) * common
+        return max(1.0, level * self.figures[arm].share)
 
     def _doubt(self, best: Arm) -> float:
         """Standard error of how an arm compares with the one in use, as a share.
@@ -246,7 +259,7 @@ class Controller:
         if self.current == OFF:
             return 0.0
         if best == OFF:
-            tokens = max(1.0, self.level * ours.share)
+            tokens = self._tokens(self.current)
             return math.sqrt((tokens - 1) / max(ours.told, 1.0)) / tokens
         return math.hypot(ours.error, self.figures[best].error)
 
@@ -270,7 +283,9 @@ class Controller:
             early = 1 / (1 + self.figures[self._full].seen)
             weight = max(early, min(_LOUDEST, 1 - math.exp(-elapsed / _LEVEL_MEMORY)))
             self.level += (tokens - self.level) * weight
-            self._career += (tokens - self._career) * max(early, min(elapsed, _LONGEST) / _CAREER_MEMORY)
+            weight = max(1 / (1 + self._heard), min(elapsed, _LONGEST) / _CAREER_MEMORY)
+            self._career += (tokens - self._career) * weight
+        self._heard += 1
         self._levelled = self.rounds
 
     def _reconsider(self) -> None:
