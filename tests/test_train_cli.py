@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -80,7 +81,7 @@ def test_heads_are_trained_beside_the_drafter_and_exported_with_it(target, tmp_p
     work, out = tmp_path / "work", tmp_path / "out"
     run(arguments(target, work, "synthesize"))
     run(arguments(target, work, "fit", "--prefix-share=0.5", "--features=online", "--traces=0"))
-    backbone = (work / "dflash" / "model.safetensors").read_bytes()
+    backbone = _weights(work)
     heads = [
         "--heads",
         "markov:rank=4,confidence=32",
@@ -90,7 +91,7 @@ def test_heads_are_trained_beside_the_drafter_and_exported_with_it(target, tmp_p
     ]
     for step in ("heads", "evaluate", "export"):
         run(arguments(target, work, step, f"--out={out}", *heads))
-    assert (work / "dflash" / "model.safetensors").read_bytes() == backbone
+    assert _weights(work) == backbone
     said = capsys.readouterr().out
     for kind in ("markov", "treeflash", "domino"):
         head, found, _ = read_head(out / kind)

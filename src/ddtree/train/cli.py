@@ -13,7 +13,7 @@ from ddtree.target import Target
 from ddtree.train import export as exporting
 from ddtree.train import figures, fit_heads, fitting
 from ddtree.train import synthesize as synthesizing
-from ddtree.train.data import Corpus, shard_indices
+from ddtree.train.data import Corpus
 from ddtree.train.group import Group, local_device
 from ddtree.train.initial import feature_layers
 from ddtree.train.plot import plot
@@ -75,7 +75,8 @@ def _step(step: str, args: argparse.Namespace, target: Target | None, group: Gro
     if step == "synthesize":
         synthesize(args, target)
     elif step == "features":
-        features(args, target)
+        corpus = Corpus(args.work / "answers")
+        fitting.store_features(corpus, target, feature_layers(target, args.draft_layers))
     elif step == "fit":
         fitting.fit(args, target, group)
     elif step == "heads":
@@ -90,11 +91,3 @@ def synthesize(args: argparse.Namespace, target: Target) -> None:
     held = synthesizer.run(line.update)
     line.close()
     print(held)
-
-
-def features(args: argparse.Namespace, target: Target) -> None:
-    """Compute the features of all answers once, and keep them."""
-    corpus = Corpus(args.work / "answers")
-    line = ProgressLine("features", len(shard_indices(corpus.folder)), "shards")
-    corpus.prepare(target, feature_layers(target, args.draft_layers), line.update)
-    line.close()

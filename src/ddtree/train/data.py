@@ -184,6 +184,7 @@ class Corpus:
     def prepared(self, target: Target, layers: tuple[int, ...]) -> bool:
         """Whether the features of all shards lie beside them, made for these layers."""
         paths = [features_path(self.folder, index) for index in shard_indices(self.folder)]
+        paths.append(self.folder / "prefix_feats.npy")
         return self._noted() == _note(target, layers) and all(path.exists() for path in paths)
 
     def prepare(
@@ -210,6 +211,8 @@ class Corpus:
             none = torch.empty((0, len(layers) + 1, target.hidden_size))
             parts = [part[len(self.prefix) :] for part in teacher_pass(target, texts, layers)]
             save_features(features_path(self.folder, index), torch.cat([none, *parts]))
+        if report:
+            report(len(shard_indices(self.folder)))
 
     def features(self, index: int, length: int | None = None) -> Tensor:
         """The features [length, F + 1, H] of a conversation's first tokens, prefix included; `prepare` comes first."""

@@ -19,10 +19,11 @@ from ddtree.drafters.domino import Domino
 from ddtree.drafters.firstorder import FirstOrder
 from ddtree.drafters.ngrams import build_table
 from ddtree.errors import ConfigError
+from ddtree.progress import ProgressLine
 from ddtree.target import Target
 from ddtree.train import export as exporting
 from ddtree.train.coupling import CouplingFit, fit_coupling
-from ddtree.train.data import Corpus, draft_vocabulary
+from ddtree.train.data import Corpus, draft_vocabulary, shard_indices
 from ddtree.train.drafter_job import DrafterJob
 from ddtree.train.export import DRAFTER, NGRAMS, SUMMARY
 from ddtree.train.fit import Fit, FitConfig
@@ -181,9 +182,18 @@ def teacher_of(
     if mode == "online":
         return Teacher(target, layers)
     if group.main:
-        corpus.prepare(target, layers)
+        store_features(corpus, target, layers)
     group.wait()
     return None
+
+
+def store_features(corpus: Corpus, target: Target, layers: tuple[int, ...]) -> None:
+    """Compute the features of all answers once, and keep them."""
+    if corpus.prepared(target, layers):
+        return
+    line = ProgressLine("features", len(shard_indices(corpus.folder)), "shards")
+    corpus.prepare(target, layers, line.update)
+    line.close()
 
 
 def couple(target: Target, drafter: DFlash | FirstOrder | Domino, corpus: Corpus, traces: int) -> CouplingFit:
