@@ -108,6 +108,25 @@ def test_heads_are_trained_beside_the_drafter_and_exported_with_it(target, tmp_p
     assert summary["heads"]["markov"]["loss"] == "kl"
 
 
+def test_features_are_stored_where_they_are_asked_for(target, tmp_path):
+    answers = tmp_path / "answers"
+    run(arguments(target, tmp_path, "synthesize"))
+    run(arguments(target, tmp_path, "fit", "--features=online", "--traces=0"))
+    assert not list(answers.glob("*.npy"))
+    run(arguments(target, tmp_path, "features"))
+    assert len(list(answers.glob("feats*.npy"))) == len(shard_indices(answers))
+    online = _weights(tmp_path)
+    shutil.rmtree(tmp_path / "fit")
+    run(arguments(target, tmp_path, "fit", "--features=cached", "--traces=0"))
+    # Features on the disk have sixteen bits, and here the target has thirty-two.
+    ours, theirs = (load(data)["fc.weight"].float() for data in (online, _weights(tmp_path)))
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.01)
+
+
+def _weights(work):
+    return (work / "dflash" / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("heads", "message"),
     [([], "name the heads"), (["gru"], "gru"), (["markov:rank=x"], "rank=x is not NAME")],
