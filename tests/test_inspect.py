@@ -10,7 +10,7 @@ import tiny
 from ddtree.drafters import checkpoint, loading
 from ddtree.drafters.heads.files import write_head
 from ddtree.drafters.heads.markov import Markov
-from ddtree.drafters.ngrams import build_table
+from ddtree.drafters.ngram_counts import build_table
 from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.inspect import inspect, is_drafter
 from ddtree.target import Target

@@ -7,7 +7,7 @@ import tiny
 from ddtree import demo
 from ddtree.drafters import checkpoint, loading
 from ddtree.drafters.lookup import Lookup
-from ddtree.drafters.ngrams import build_table
+from ddtree.drafters.ngram_counts import build_table
 from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.target import Target
 

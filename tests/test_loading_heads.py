@@ -17,7 +17,7 @@ from ddtree.drafters.heads.domino import Domino as DominoHead
 from ddtree.drafters.heads.files import write_head
 from ddtree.drafters.heads.markov import Markov
 from ddtree.drafters.heads.treeflash import TreeFlash
-from ddtree.drafters.ngrams import build_table
+from ddtree.drafters.ngram_counts import build_table
 from ddtree.errors import CheckpointError
 from ddtree.stats import Clock
 from ddtree.target import Target

@@ -8,7 +8,7 @@ import torch
 import wellformed
 from ddtree.drafters import DraftRow, ngrams
 from ddtree.drafters.lookup import Lookup
-from ddtree.drafters.ngrams import build_table
+from ddtree.drafters.ngram_counts import build_table
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.noise import Noise
 from ddtree.stats import Clock
@@ -89,8 +89,10 @@ def test_the_tree_is_the_best_of_a_complete_search(tmp_path, seed, with_table):
     best, nodes = oracle(own, sequences, budget=40, depth=4)
     tree = draft(Lookup(table), row(own, budget=40, depth=4))
     found = scored(tree)
-    assert found == pytest.approx({path: nodes[path] for path in found}, abs=1e-5)
-    assert list(found.values()) == pytest.approx(best, abs=1e-5)
+    # A table's counts are near the true ones.
+    tolerance = 0.02 if with_table else 1e-5
+    assert found == pytest.approx({path: nodes[path] for path in found}, abs=tolerance)
+    assert list(found.values()) == pytest.approx(best, abs=tolerance)
 
 
 @pytest.mark.parametrize("order", [1, 2, 8])
@@ -221,7 +223,7 @@ def test_probabilities_of_siblings_do_not_exceed_one(tmp_path):
 
 
 def test_a_table_whose_contexts_collide_still_gives_a_tree(tmp_path, monkeypatch):
-    monkeypatch.setattr(ngrams, "_MULTIPLIER", 1)
+    monkeypatch.setattr(ngrams, "MULTIPLIER", 1)
     table = table_of(tmp_path, [text(100, vocab=30)])
     assert draft(Lookup(table), row(text(50, vocab=30))).sizes == [16]
 

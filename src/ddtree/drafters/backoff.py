@@ -14,7 +14,7 @@ from itertools import islice
 
 from ddtree.drafters.ngrams import NgramTable, extend_hash
 
-_DOUBT = 4.0  # fits held-out answers best, in likelihood as in acceptance
+DOUBT = 4.0  # fits held-out answers best, in likelihood as in acceptance
 _WIDTH = 24  # successors looked at of one suffix: the newest of the row's own, the most frequent of the table
 _NEGLIGIBLE = 1e-3  # shorter suffixes are not asked when less than this is left for them
 
@@ -72,28 +72,28 @@ def successors(
     for token in reversed(context):
         word = extend_hash(word, token)
         own, static = entries.get(word), table.find(word, _WIDTH) if table else None
-        if own is None and static is None:
-            break
-        found.append((own, static))
+        if own is not None or static is not None:
+            found.append((own, static))
     scores: dict[int, float] = {}
     left = 1.0
     for own, static in reversed(found):
-        mass, different = (static.total, static.different) if static else (0.0, 1)
+        total, different = (static.total, static.different) if static else (0, 1)
         if isinstance(own, int):
-            mass += weight
-        elif own is not None:
-            mass += weight * own[0][0]
-            different = max(different, len(own[1]))
-        share = left / (mass + _DOUBT * different)
-        left -= share * mass
-        if isinstance(own, int):
+            share = left / (total + weight + DOUBT * different)
             scores[own] = scores.get(own, 0.0) + share * weight
+            left -= share * weight
         elif own is not None:
-            for token, count in islice(reversed(own[1].items()), _WIDTH):
+            seen, successors = own
+            share = left / (total + weight * seen[0] + DOUBT * max(different, len(successors)))
+            for token, count in islice(reversed(successors.items()), _WIDTH):
                 scores[token] = scores.get(token, 0.0) + share * weight * count
+            left -= share * weight * seen[0]
+        else:
+            share = left / (total + DOUBT * different)
         if static:
             for token, count in zip(static.tokens, static.counts, strict=True):
                 scores[token] = scores.get(token, 0.0) + share * count
+            left -= share * static.known
         if left < _NEGLIGIBLE:
             break
     return scores, left

@@ -17,7 +17,7 @@ from ddtree.drafters.checkpoint import write
 from ddtree.drafters.dflash import PLAIN, DFlash
 from ddtree.drafters.domino import Domino
 from ddtree.drafters.firstorder import FirstOrder
-from ddtree.drafters.ngrams import build_table
+from ddtree.drafters.ngram_counts import build_table
 from ddtree.errors import ConfigError
 from ddtree.progress import ProgressLine
 from ddtree.target import Target
