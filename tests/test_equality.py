@@ -22,7 +22,7 @@ SAMPLING = {
     "min-p": {"temperature": 1.0, "min_p": 0.05},
 }
 DRAFTERS = ("none", "chain", "tree", "lookup", "draft", "merged", "scripted")
-HEADS = ("markov", "treeflash", "domino")
+HEADS = ("markov", "treeflash", "domino", "d2sd", "continuity")
 
 
 @functools.cache

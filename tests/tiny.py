@@ -112,7 +112,11 @@ def network(target_model: Any, block_size: int = 8, seed: int = 0) -> Any:
 
 def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
     """A drafter for a tiny model: "chain" or "tree" (DFlash, random), "lookup", "draft" (the model itself, with its
-    weights shaken), "markov", "treeflash" or "domino" (random heads on DFlash), or "merged" (all of the others)."""
+    weights shaken), "markov", "treeflash" or "domino" (random heads on DFlash), "d2sd" (DFlash twice), "continuity"
+    (DFlash mixed with lookup), or "merged" (DFlash, lookup and the draft model)."""
+    from ddtree.drafters.backbone import Backbone
+    from ddtree.drafters.continuity import Continuity
+    from ddtree.drafters.d2sd import D2SD
     from ddtree.drafters.dflash import DFlash
     from ddtree.drafters.draft_model import DraftModel
     from ddtree.drafters.lookup import Lookup
@@ -134,10 +138,12 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
         return domino(target_model, coupling)
     if kind in ("markov", "treeflash"):
         return first_order(kind, target_model, coupling)
+    if kind == "d2sd":
+        return D2SD(Backbone(network(target_model), target), branches=3, coupling=coupling)
+    if kind == "continuity":
+        return Continuity(*(drafter(part, target_model, coupled) for part in ("tree", "lookup")))
     if kind == "merged":
         return Merged([drafter(part, target_model, coupled) for part in ("tree", "lookup", "draft")])
-    from ddtree.drafters.backbone import Backbone
-
     return DFlash(Backbone(network(target_model), target), coupling=coupling)
 
 
