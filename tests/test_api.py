@@ -535,3 +535,31 @@ def test_the_demo_answers_alike_with_and_without_drafts():
         assert drafted.text and drafted.stats.nodes > 0
         assert drafted.token_ids == model.generate(messages, method="off", **options).token_ids
         assert "".join(model.stream(messages, **options)) == drafted.text
+
+
+def test_plain_decoding_measures_nothing(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(ddtree.api.measure, "quick", never)
+    model = ddtree.load(tiny.model(), "lookup")
+    for choice in ({"method": "off"}, {"budget": 0}, {"method": "off", "budget": "auto"}):
+        assert model.generate([3, 4, 5], max_tokens=3, **choice).stats.nodes == 0
+
+
+@pytest.mark.parametrize("error", [ConfigError("short"), CacheMemoryError("full"), torch.OutOfMemoryError()])
+def test_what_cannot_be_measured_is_served_all_the_same(monkeypatch, error):
+    """A context too short to calibrate, or too little memory, is no reason to refuse a request that fits."""
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ddtree.api.measure, "quick", fails)
+    model = ddtree.load(tiny.model(), "lookup")
+    first = model.generate([3, 4, 5, 3, 4], max_tokens=8)
+    assert first.token_ids == model.generate([3, 4, 5, 3, 4], max_tokens=8, method="off").token_ids
+
+
+def test_a_short_context_is_served():
+    model = ddtree.load(tiny.model(), "lookup", max_context=16)
+    assert len(model.generate([3, 4, 5], max_tokens=3).token_ids) == 3

@@ -64,6 +64,19 @@ def test_no_more_than_the_bound_is_explored():
     assert 0 < control.explored <= EXPLORATION * 1000
 
 
+def test_what_was_not_explored_does_not_pile_up():
+    """A drafter that becomes useless after long good service is left as soon as one that was useless from the start."""
+    for good in (300, 3000):
+        control = controller((DFLASH, OFF))
+        play(control, good, {DFLASH: 2.8})
+        assert control.current == DFLASH
+        before = control.explored
+        played = play(control, 600, {DFLASH: 1.0}, seed=1)
+        assert control.current == OFF
+        assert np.mean([arm == OFF for arm in played[200:]]) >= 1 - 1.2 * EXPLORATION
+        assert control.explored - before <= EXPLORATION * 600 + 4
+
+
 def test_an_arm_that_comes_to_pay_is_found_again():
     control = controller()
     play(control, 200, {FULL: 1.05, DFLASH: 1.0, LOOKUP: 1.05})
@@ -97,10 +110,10 @@ def test_measured_time_counts_more_than_predicted():
 
 def test_probabilities_that_do_not_come_true_are_soon_believed_no_more():
     figures = Figures()
-    for _ in range(30):
-        worth = figures.worth(Made(tokens=1.0, nodes=9.0, expected=1.8))
+    for now in range(30):
+        worth = figures.worth(Made(tokens=1.0, nodes=9.0, expected=1.8), now)
     assert worth < 1.12
-    scattered = [Figures().worth(Made(tokens, 9.0, 1.8)) for tokens in (1.0, 6.0)]
+    scattered = [Figures().worth(Made(tokens, 9.0, 1.8), 1) for tokens in (1.0, 6.0)]
     assert scattered[1] - scattered[0] < 1.1
 
 

@@ -23,6 +23,7 @@ from ddtree.engine import Engine, Sequence
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.params import check_whole
 from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
+from ddtree.policy.latency import LatencyModel
 from ddtree.pretrained import check_causal_lm, load_causal_lm
 from ddtree.prompts import Message, Prompt
 from ddtree.results import Piece, Result
@@ -112,6 +113,7 @@ class Model:
         self.tokenizer = engine.target.tokenizer
         self._lock = threading.RLock()
         self._closed = False
+        self._measurable = True
 
     def encode(
         self, prompt: Prompt, *, chat: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -275,6 +277,8 @@ class Model:
         with self._lock:
             if self._closed:
                 raise ConfigError("the model is closed: load it again")
+            if method == "off" or budget == 0:
+                method, budget = "off", 0
             if "auto" in (method, budget) and not self._can_decide():
                 method = "tree" if method == "auto" else method
                 budget = _UNMEASURED_BUDGET if budget == "auto" else budget
@@ -283,21 +287,22 @@ class Model:
     def _can_decide(self) -> bool:
         """Whether there is a policy; makes one, for which this machine may have to be measured first.
 
-        That cannot be done while sequences are running.
+        That cannot be done while sequences are running, nor where there is no room for it.
         """
         engine = self.engine
-        if engine.policy is None and engine.drafter is not None:
+        if engine.policy is None and engine.drafter is not None and self._measurable:
             wanted = store.key(engine.target, engine.drafter)
-            latency = (
-                store.obtain(
-                    wanted, lambda: measure.quick(engine.target, engine.drafter, rows=engine.max_rows)
-                )
-                if engine.idle
-                else store.load(wanted)
-            )
+            try:
+                latency = store.obtain(wanted, self._measure) if engine.idle else store.load(wanted)
+            except (ConfigError, CacheMemoryError, torch.OutOfMemoryError):
+                # A short context, or little memory: requests that fit are served all the same.
+                self._measurable, latency = False, None
             if latency is not None:
                 engine.policy = Policy(latency, memory.recall(wanted, self.drafter_folder))
         return engine.policy is not None
+
+    def _measure(self) -> LatencyModel:
+        return measure.quick(self.engine.target, self.engine.drafter, rows=self.engine.max_rows)
 
     def _remember(self) -> None:
         if self.engine.policy is not None and not self._closed:

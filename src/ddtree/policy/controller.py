@@ -12,6 +12,8 @@ from typing import Any
 from ddtree.policy.arms import OFF, Arm
 
 EXPLORATION = 0.03  # most rounds that go to another arm than the one in use
+_SAVED = 3.0  # explored rounds kept for when one of them gives hope
+_HOPE = 1.5  # times what was expected
 _MARGIN = 1.03  # least lead of an arm that is switched to
 _DWELL, _FIRST_DWELL = 8, 32  # rounds before a switch; before the first one to "off"
 _EVERY = 4  # rounds between two looks at the arms
@@ -19,12 +21,12 @@ _LEVEL_MEMORY, _CAREER_MEMORY = (
     48.0,
     512.0,
 )  # rounds that the present level, and the one of the long run, look back
-_LOUDEST = 0.1  # most that one round counts in the level
+_LOUDEST = 0.2  # most that one round counts in the level
 _LONGEST = 16  # most rounds that one drafted round speaks for in the long run
 _SHARE_MEMORY = 128.0  # rounds over which arms are compared
 _CURIOUS = 64  # rounds of the full arm before not every one is asked about the others
 _TRUTH_MEMORY, _TRUTH_DOUBT = (
-    256.0,
+    128.0,
     4.0,
 )  # rounds; those that probabilities are taken to have come true at first
 _TOLD_MEMORY = 512.0
@@ -59,6 +61,7 @@ class Figures:
         slowness: measured over predicted seconds of its rounds, in proportion to those about them.
         seen: rounds that the share is known from.
         last: the round that used it last.
+        judged: the round in which its probabilities were last compared with what came.
         told: its own rounds that count.
     """
 
@@ -68,6 +71,7 @@ class Figures:
     slowness: float = 1.0
     seen: float = 0.0
     last: int = 0
+    judged: int = 0
     told: float = 0.0
     _hits: float = 0.0
     _hoped: float = 0.0
@@ -90,14 +94,15 @@ class Figures:
         """Standard error of the share, in proportion to it."""
         return math.sqrt(self._scatter) / self._own if self._own else 0.0
 
-    def worth(self, made: Made) -> float:
-        """Tokens of a round by its trees' probabilities, as far as these have come true lately.
+    def worth(self, made: Made, now: int) -> float:
+        """Tokens of round `now` by its trees' probabilities, as far as these have come true lately.
 
         That scatters far less than the tokens it happened to make.
         """
         if made.expected is None:
             return made.tokens
-        keep, hoped = 1 - 1 / _TRUTH_MEMORY, made.expected - 1
+        keep, hoped = math.exp((self.judged - now) / _TRUTH_MEMORY), made.expected - 1
+        self.judged = now
         self._hits, self._hoped = self._hits * keep + made.tokens - 1, self._hoped * keep + hoped
         doubt = _TRUTH_DOUBT * hoped
         truth = (self._hits + doubt) / (self._hoped + doubt) if self._hoped + doubt > 0 else 1.0
@@ -135,7 +140,8 @@ class Controller:
 
     The arm in use is left only after 8 rounds, for one that is faster by 3 % and by more than luck may explain; for
     "off" not within the first 32. At most 3 % of rounds go to another arm: to the full one, to keep level and shares
-    true, or to "off" while its time is not known.
+    true, or to "off" while its time is not known. A few of them are kept back, and follow at once on one that made far
+    more than was expected.
 
     Args:
         arms: the full one first.
@@ -151,6 +157,8 @@ class Controller:
         self.switches: deque[Switch] = deque(maxlen=_SWITCHES)
         self._seconds = seconds
         self._since = 0
+        self._allowance = 0.0
+        self._hopeful = False
         self._levelled: int | None = None
         self._heard = 0
         self._lately: deque[float] = deque(maxlen=_DWELL)
@@ -160,9 +168,13 @@ class Controller:
         self.rounds += 1
         if self.rounds - self._since > _DWELL and self.rounds % _EVERY == 0:
             self._reconsider()
-        if self.explored + 1 <= EXPLORATION * self.rounds:
+        # What is not used does not pile up: an arm must not be tried for hundreds of rounds on end.
+        saved = min(_SAVED, self.rounds / _TRUTH_MEMORY)
+        self._allowance = min(1 + saved, self._allowance + EXPLORATION)
+        if self._allowance >= (1 if self._hopeful else 1 + saved):
             other = self._due()
             if other != self.current:
+                self._allowance -= 1
                 self.explored += 1
                 return other
         return self.current
@@ -185,11 +197,13 @@ class Controller:
         figures.told = min(figures.told + 1, _TOLD_MEMORY)
         if arm == OFF:
             return
-        worth = figures.worth(made)
+        if arm != self.current:
+            self._hopeful = made.tokens > _HOPE * self._tokens(arm)
+        worth = figures.worth(made, self.rounds)
         if arm == self._full:
             figures.compare(worth, worth, made.nodes)
             for other, own in foretold.items():
-                self.figures[other].compare(self.figures[other].worth(own), worth, own.nodes)
+                self.figures[other].compare(self.figures[other].worth(own, self.rounds), worth, own.nodes)
         else:
             figures.nodes += (made.nodes - figures.nodes) / _LEVEL_MEMORY
         self._relevel(worth / figures.share)
