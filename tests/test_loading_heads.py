@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 import tiny
 from ddtree import demo
 from ddtree.drafters import DraftRow, checkpoint, loading
+from ddtree.drafters.continuity import Continuity
+from ddtree.drafters.d2sd import D2SD
 from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.domino import Domino
 from ddtree.drafters.firstorder import FirstOrder
@@ -52,6 +54,19 @@ def test_a_head_is_loaded_on_its_backbone_with_its_coupling(target, folder, kind
         drafter, Domino if kind == "domino" else FirstOrder
     )
     assert loading.folder_of(folder / kind) == folder / kind
+
+
+def test_other_ways_to_draft_with_a_folder_are_named_like_its_parts(target, folder):
+    second = loading.load_drafter(folder / "d2sd", target)
+    assert isinstance(second, D2SD) and second.name == "d2sd"
+    mixed = loading.load_drafter(folder / "continuity", target)
+    assert isinstance(mixed, Continuity) and [part.name for part in mixed.drafters] == ["dflash", "lookup"]
+    assert loading.folder_of(folder / "d2sd") == loading.folder_of(folder) == folder
+    (folder / loading.TABLE).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"continuity needs ngrams\.safetensors, which .* does not hold"
+    ):
+        loading.load_drafter(folder / "continuity", target)
 
 
 def test_parts_of_the_demo_drafter_have_names(target, folder, monkeypatch):

@@ -12,6 +12,8 @@ from ddtree.demo import resolve_drafter
 from ddtree.drafters import Drafter, checkpoint, parts_of
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.checkpoint import DFlashCheckpoint, locate
+from ddtree.drafters.continuity import Continuity
+from ddtree.drafters.d2sd import D2SD
 from ddtree.drafters.dflash import DFlash, backbone_of
 from ddtree.drafters.domino import Domino
 from ddtree.drafters.draft_model import DraftModel
@@ -32,6 +34,8 @@ NETWORK, TABLE = "dflash", "ngrams.safetensors"
 beside them, each in a folder of its own."""
 NGRAMS = "ngrams"
 """How the table is called as a part of such a folder."""
+SECOND_PASS, MIXED = "d2sd", "continuity"
+"""Ways to draft with the parts of such a folder, named like parts."""
 
 DrafterSpec = str | PathLike[str] | Drafter | None | list[Any] | tuple[Any, ...]
 
@@ -44,8 +48,9 @@ def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
             target; "draft:NAME", a causal LM with the target's vocabulary; a folder or hub id of a checkpoint
             (DFlash's or a successor's with a head known here) or of what `ddtree train` exports (network and n-gram
             table, merged); one part of that, after a slash ("demo/treeflash": that head alone on its network,
-            "demo/dflash": the network alone, "demo/ngrams": the table alone); a `Drafter`; or a list of these, merged
-            into one tree under one budget.
+            "demo/dflash": the network alone, "demo/ngrams": the table alone) or another way to draft with it
+            ("demo/d2sd": the network twice; "demo/continuity": network and table mixed node by node); a `Drafter`;
+            or a list of these, merged into one tree under one budget.
         target: the model to draft for.
 
     Raises:
@@ -92,7 +97,8 @@ def folder_of(spec: DrafterSpec) -> Path | None:
     name = fspath(spec)
     if name in ("none", "lookup") or name.startswith(DRAFT_MODEL):
         return None
-    place = find(name)
+    way = _other_way(name)
+    place = find(way[0] if way else name)
     return place if place.is_dir() else None
 
 
@@ -125,6 +131,8 @@ def _draft_model(name: str, target: Target) -> Drafter:
 
 
 def _from_folder(name: str, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
+    if way := _other_way(name):
+        return _in_another_way(*way, target, read)
     place = find(name)
     network, table = contents(place)
     found: list[Drafter] = []
@@ -141,6 +149,28 @@ def _from_folder(name: str, target: Target, read: dict[Path, DFlashCheckpoint]) 
     if name == DEMO and table is None:
         found.append(Lookup(vocab_size=target.vocab_size, device=target.device))
     return found[0] if len(found) == 1 else Merged(found)
+
+
+def _other_way(name: str) -> tuple[str, str] | None:
+    """A drafter's folder and the way to draft with it, where a name has that form."""
+    whole, _, way = name.rpartition("/")
+    named = way in (SECOND_PASS, MIXED) and whole and not Path(name).expanduser().exists()
+    return (whole, way) if named else None
+
+
+def _in_another_way(whole: str, way: str, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
+    network, table = contents(find(whole))
+    missing = [NETWORK] * (network is None or is_head(network)) + [TABLE] * (table is None and way == MIXED)
+    if missing:
+        raise CheckpointError(f"{whole}/{way} needs {' and '.join(missing)}, which {whole} does not hold")
+    assert network is not None
+    found = _checkpoint(network, target, read)
+    backbone, coupling = backbone_of(found, target), found.layout.coupling
+    if way == SECOND_PASS:
+        return D2SD(backbone, coupling=coupling)
+    assert table is not None
+    grams = Lookup(NgramTable.load(table), vocab_size=target.vocab_size, device=target.device)
+    return Continuity(DFlash(backbone, coupling=coupling), grams)
 
 
 def _network(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
