@@ -167,8 +167,26 @@ def test_drafters_that_draft_alone_are_told_as_merged_ones_are(target):
     assert isinstance(drafter, Merged) and drafter.name == "dflash+lookup"
     draft(drafter, replace(row, members=("lookup",)))
     assert [name for name, _ in drafter.proposals] == ["lookup"]
-    draft(drafter, row)
-    assert drafter.proposals == []
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
+    """They are those that the parts draft alone, also when the text has grown meanwhile."""
+
+    rows = [request(1, length=20, budget=9), request(2, length=11, budget=14)]
+    drafter = Continuity(Foreign(dflash(target)) if foreign else dflash(target), Lookup())
+    alone = {part.name: draft(part, *rows) for part in (dflash(target, name=drafter.network.name), Lookup())}
+    inner, drafter.drop_row = drafter.drop_row, lambda row: None
+    draft(drafter, *rows)
+    for row in rows:
+        row.tokens.append(5)
+    told = dict(drafter.proposals)
+    for _ in rows:
+        inner(0)
+    assert list(told) == list(alone)
+    for name, tree in told.items():
+        for index in range(len(rows)):
+            assert scored(tree, index) == pytest.approx(scored(alone[name], index), abs=1e-5)
 
 
 @pytest.mark.parametrize("foreign", [False, True])

@@ -56,17 +56,16 @@ def test_a_head_is_loaded_on_its_backbone_with_its_coupling(target, folder, kind
     assert loading.folder_of(folder / kind) == folder / kind
 
 
-def test_other_ways_to_draft_with_a_folder_are_named_like_its_parts(target, folder):
+def test_the_network_in_two_passes_is_named_like_a_part(target, folder):
     second = loading.load_drafter(folder / "d2sd", target)
     assert isinstance(second, D2SD) and second.name == "d2sd"
-    mixed = loading.load_drafter(folder / "continuity", target)
-    assert isinstance(mixed, Continuity) and [part.name for part in mixed.drafters] == ["dflash", "lookup"]
     assert loading.folder_of(folder / "d2sd") == loading.folder_of(folder) == folder
-    (folder / loading.TABLE).unlink()
-    with pytest.raises(
-        CheckpointError, match=r"continuity needs ngrams\.safetensors, which .* does not hold"
-    ):
-        loading.load_drafter(folder / "continuity", target)
+    with pytest.raises(CheckpointError, match=r"markov/d2sd needs a network, and .*markov holds none"):
+        loading.load_drafter(folder / "markov" / "d2sd", target)
+
+
+def test_network_and_table_of_a_folder_are_mixed(target, folder):
+    assert isinstance(loading.load_drafter(folder, target), Continuity)
 
 
 def test_parts_of_the_demo_drafter_have_names(target, folder, monkeypatch):

@@ -18,7 +18,7 @@ from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.drafters import Drafter, DraftRow, parts_of
 from ddtree.drafters.claims import claim, release
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
-from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Request
+from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
 from ddtree.rows import drop_row
 from ddtree.sampling import Sampler, SamplingParams, TokenLogprobs
 from ddtree.stats import Clock, Stats
@@ -275,8 +275,12 @@ class Engine:
         if self._planned:
             assert self.policy is not None
             with self.clock("build"):
-                tree = self.policy.cut(tree, getattr(self.drafter, "proposals", None))
+                tree = self.policy.cut(tree, self._proposals)
         return tree
+
+    def _proposals(self) -> Proposals | None:
+        """The own trees of several drafters, of the round being made."""
+        return getattr(self.drafter, "proposals", None)
 
     def _draft_row(self, sequence: Sequence, choice: Choice) -> DraftRow:
         room = self.target.max_context - len(sequence.tokens) - 1

@@ -65,7 +65,8 @@ def digest(prompts: Iterable[BenchPrompt]) -> str:
 
 def parse(text: str, where: str) -> list[BenchPrompt]:
     """Prompts out of JSON lines; blank ones are passed over. Raises ConfigError with the number of a bad line."""
-    lines = enumerate(text.splitlines(), 1)
+    # Texts may hold characters that `splitlines` takes for the end of a line.
+    lines = enumerate(text.split("\n"), 1)
     return [_prompt(line, f"{where}, line {number}") for number, line in lines if line.strip()]
 
 
@@ -78,7 +79,7 @@ def _set(name: str, per_task: int | None) -> list[BenchPrompt]:
         return [BenchPrompt(f"{name}-{number}", name, turns) for number, turns in enumerate(rows, 1)]
     path = Path(name).expanduser()
     try:
-        return parse(path.read_text(encoding="utf-8"), name)
+        return parse(path.read_text(encoding="utf-8-sig"), name)
     except FileNotFoundError:
         known = ", ".join((SMALL, *hub.SETS))
         raise ConfigError(
@@ -92,7 +93,10 @@ def _set(name: str, per_task: int | None) -> list[BenchPrompt]:
 def _prompt(line: str, where: str) -> BenchPrompt:
     try:
         raw = json.loads(line)
-    except ValueError as error:
+        json.dumps(raw, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where} holds half of a character ({error.reason}): write it whole") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f'{where} is not JSON ({error}): write {{"id", "task", "turns"}}') from error
     if not isinstance(raw, dict):
         raise ConfigError(f'{where} is no object: write {{"id": ..., "task": ..., "turns": [...]}}')

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
+from ddtree.bench import lines
 from ddtree.errors import ConfigError
 
 FORMAT = 1
 # What must be the same for figures to stand in one table.
 _SAME = ("format", "settings", "machine", "versions")
+_BEGINNING = b'{"kind": "header", "format": '
 Group = tuple[str, float, int]  # prompt id, temperature, turn
 
 
@@ -62,19 +66,22 @@ class Log:
         self.done: set[Group] = set()
         header = {"kind": "header", "format": FORMAT, **header}
         try:
-            fresh = not path.is_file() or path.stat().st_size == 0
-            if not fresh:
-                self._resume(header)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise _cannot("read or written", path, error) from error
-        if fresh:
-            self.write([header])
+        try:
+            _claim(self._file, path)
+            if not self._resume(header):
+                self.write([header])
+        except BaseException:
+            with suppress(OSError):
+                self._file.close()
+            raise
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """Append records as a whole. Raises ConfigError, when the disk is full for one."""
-        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        text = "".join(json.dumps(record) + "\n" for record in records)
         try:
             self._file.write(text)
             self._file.flush()
@@ -94,22 +101,37 @@ class Log:
             if error is None:
                 raise _cannot("written", self.path, failure) from failure
 
-    def _resume(self, header: dict[str, Any]) -> None:
-        text = self.path.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        known = parse(whole.decode("utf-8", errors="replace"), str(self.path))
-        differing = _differing(known.header, header)
-        if differing:
-            raise ConfigError(
-                f"{self.path} holds a run with other {', '.join(differing)}: name another file with --out, or run "
-                "with the same ones to go on"
-            )
-        self.done = complete(known)
-        kept = [line for line in whole.splitlines(keepends=True) if self._keeps(line)]
-        if b"".join(kept) != text:
-            work = self.path.with_name(self.path.name + ".part")
-            work.write_bytes(b"".join(kept))
-            os.replace(work, self.path)
+    def _resume(self, header: dict[str, Any]) -> bool:
+        """Keep what is whole of a run that was broken off; returns whether there is any."""
+        try:
+            text = self.path.read_bytes() if self.path.is_file() else b""
+            whole = text[: text.rfind(b"\n") + 1]
+            if not whole and _BEGINNING.startswith(text[: len(_BEGINNING)]):
+                self._cut(0)
+                return False
+            known = parse(whole.decode("utf-8", errors="replace"), str(self.path))
+            if not (known.runs or known.skipped):
+                self._cut(0)
+                return False
+            differing = _differing(known.header, header)
+            if differing:
+                raise ConfigError(
+                    f"{self.path} holds a run with other {', '.join(differing)}: name another file with --out, or "
+                    "run with the same ones to go on"
+                )
+            self.done = complete(known)
+            kept = b"".join(line for line in whole.splitlines(keepends=True) if self._keeps(line))
+            same = len(os.path.commonprefix([kept, text]))
+            if same < len(text):
+                self._cut(same)
+            self._file.write(kept[same:].decode("utf-8"))
+            return True
+        except OSError as error:
+            raise _cannot("read or written", self.path, error) from error
+
+    def _cut(self, size: int) -> None:
+        if self.path.is_file():
+            self._file.truncate(size)
 
     def _keeps(self, line: bytes) -> bool:
         record = json.loads(line) if line.strip() else {"kind": None}
@@ -142,7 +164,9 @@ def read(path: Path) -> Raw:
 def parse(text: str, where: str) -> Raw:
     """The content of a file of figures. Raises ConfigError, with the number of a bad line."""
     raw: Raw | None = None
-    for number, line in enumerate(text.splitlines(), 1):
+    seen = set()
+    # Texts may hold characters that `splitlines` takes for the end of a line.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -151,14 +175,20 @@ def parse(text: str, where: str) -> Raw:
             if raw is None:
                 raw = _begun(record)
             elif kind == "run":
-                raw.runs.append({**record, **{key: record[key] for key in _NEEDED}})
+                lines.run(record)
+                key = (*group(record), record["message"], record["cell"])
+                if key in seen:
+                    raise ValueError(f"{record['cell']} answers {record['id']!r} a second time")
+                seen.add(key)
+                raw.runs.append(record)
             elif kind == "latency":
                 raw.latency = record
             elif kind == "policy":
                 raw.policies[record["cell"]] = record["state"]
             elif kind == "skipped":
+                lines.skipped(record)
                 raw.skipped.append(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{where}, line {number} is not of a file of figures ({type(error).__name__}: {error}): name one "
                 "that ddtree bench has written"
@@ -168,29 +198,13 @@ def parse(text: str, where: str) -> Raw:
     return raw
 
 
-_NEEDED = (
-    "id",
-    "task",
-    "temperature",
-    "turn",
-    "message",
-    "messages",
-    "cell",
-    "tokens",
-    "total_s",
-    "decode_s",
-    "verdict",
-)
-
-
 def _begun(record: dict[str, Any]) -> Raw:
     if record["kind"] != "header":
         raise ValueError("the first line is no header")
     if record["format"] != FORMAT:
         raise ValueError(f"format {record['format']!r} is not {FORMAT}")
-    raw = Raw(record)
-    assert isinstance(raw.columns, list)
-    return raw
+    lines.header(record)
+    return Raw(record)
 
 
 def _differing(known: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
@@ -204,6 +218,22 @@ def _differing(known: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         elif one != other:
             found.append(part)
     return found
+
+
+def _claim(file: TextIO, path: Path) -> None:
+    """Keep other runs out of a file until it is closed. Raises ConfigError when one is writing it."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"another run is writing {path}: wait for its end, or name another file with --out"
+        ) from error
+    except OSError:
+        return  # a file system without locks
 
 
 def _cannot(what: str, path: Path, error: Exception) -> ConfigError:

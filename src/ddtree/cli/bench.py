@@ -68,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
         from ddtree.bench import plots
 
         plots.check()
-    return _report(args.raw, args) if args.action == "report" else _measure(args)
+    if args.action == "report":
+        _apart(args.raw, args.markdown)
+        return _report(args.raw, args)
+    return _measure(args)
 
 
 def _add_report_options(parser: argparse.ArgumentParser, default: Any = None) -> None:
@@ -158,6 +161,8 @@ def _report(path: Path, args: argparse.Namespace) -> int:
 
 def _settle(args: argparse.Namespace) -> None:
     """Fill in what was not given, and refuse what cannot be."""
+    from ddtree.sampling import SamplingParams
+
     for name, usual in (_QUICK if args.quick else _FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, usual)
@@ -168,9 +173,16 @@ def _settle(args: argparse.Namespace) -> None:
     for temperature in args.temperatures:
         if not 0 <= temperature < float("inf"):
             raise ConfigError(f"--temperatures {temperature:g} is not a number from 0 up")
+        SamplingParams(temperature=temperature, max_tokens=args.max_tokens)
     args.temperatures = list(dict.fromkeys(args.temperatures))
     if args.out is None:
         args.out = Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    _apart(args.out, args.markdown)
+
+
+def _apart(raw: Path, markdown: Path | None) -> None:
+    if markdown is not None and markdown.resolve() == raw.resolve():
+        raise ConfigError(f"--markdown {markdown} is the file of raw figures: name another file")
 
 
 def _budget(text: str) -> int | str:

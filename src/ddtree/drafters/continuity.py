@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -49,15 +50,36 @@ class Continuity(Merged):
         self.network = network
         self.lookup = lookup
         self.weight = weight
+        self._asked: list[tuple[DraftRow, _Guide | None]] | None = None
+
+    @property
+    def proposals(self) -> list[tuple[str, DraftTree]]:
+        """Name and own tree of each drafter that drafted last; after a mix they are made when they are asked for."""
+        if self._asked is None:
+            return super().proposals
+        trees: tuple[list[Nodes], list[Nodes]] = ([], [])
+        for index, (row, guide) in enumerate(self._asked):
+            guess = self.lookup.guess(index, row) if _drafts(row, self.lookup) else None
+            own = None if guide is None else guide.afresh()
+            for place, mix in enumerate((_Mix(own, None, 1.0), _Mix(None, guess, 1.0))):
+                trees[place].append(grow_on_demand(row, mix.children))
+        made = [stacked(own, self.lookup.device) for own in trees]
+        return [
+            (part.name, tree) for part, tree in zip(self.drafters, made, strict=True) if max(tree.sizes) > 1
+        ]
 
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
         both = [
             all(row.members is None or part.name in row.members for part in self.drafters) for row in rows
         ]
+        self._asked = None
         if not any(both):
             return super().draft(rows, clock)
-        self.proposals = []
         guides = self._guides(rows, clock)
+        # The rows' texts go on growing before the drafters' own trees are asked for.
+        self._asked = [
+            (replace(row, tokens=list(row.tokens)), guide) for row, guide in zip(rows, guides, strict=True)
+        ]
         self.lookup.follow(rows)
         with clock("build"):
             trees = []
@@ -116,6 +138,10 @@ class _Marginals:
             self._made[depth] = _Likely(ranked, dict(ranked))
         return self._made[depth]
 
+    def afresh(self) -> _Marginals:
+        """For another tree."""
+        return self
+
 
 class _Tree:
     """Candidates out of a drafter's own tree."""
@@ -141,6 +167,12 @@ class _Tree:
         for place in range(len(self._at), node + 1):
             self._at.append(self._places.get((self._at[nodes.parents[place]], nodes.tokens[place]), -1))
         return self._likely[self._at[node]] if self._at[node] >= 0 else _NOTHING
+
+    def afresh(self) -> _Tree:
+        """For another tree."""
+        other = copy(self)
+        other._at = [0]
+        return other
 
 
 _Guide = _Marginals | _Tree

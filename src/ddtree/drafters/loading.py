@@ -34,8 +34,8 @@ NETWORK, TABLE = "dflash", "ngrams.safetensors"
 beside them, each in a folder of its own."""
 NGRAMS = "ngrams"
 """How the table is called as a part of such a folder."""
-SECOND_PASS, MIXED = "d2sd", "continuity"
-"""Ways to draft with the parts of such a folder, named like parts."""
+SECOND_PASS = "d2sd"
+"""A way to draft with the network of such a folder, named like a part."""
 
 DrafterSpec = str | PathLike[str] | Drafter | None | list[Any] | tuple[Any, ...]
 
@@ -47,10 +47,9 @@ def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
         spec: "none" (or None); "lookup", n-grams of the row's own text; "demo", the drafter that ships for the demo
             target; "draft:NAME", a causal LM with the target's vocabulary; a folder or hub id of a checkpoint
             (DFlash's or a successor's with a head known here) or of what `ddtree train` exports (network and n-gram
-            table, merged); one part of that, after a slash ("demo/treeflash": that head alone on its network,
-            "demo/dflash": the network alone, "demo/ngrams": the table alone) or another way to draft with it
-            ("demo/d2sd": the network twice; "demo/continuity": network and table mixed node by node); a `Drafter`;
-            or a list of these, merged into one tree under one budget.
+            table, mixed); one part of that, after a slash ("demo/treeflash": that head alone on its network,
+            "demo/dflash": the network alone, "demo/d2sd": the network in two passes, "demo/ngrams": the table
+            alone); a `Drafter`; or a list of these, merged into one tree under one budget.
         target: the model to draft for.
 
     Raises:
@@ -97,8 +96,7 @@ def folder_of(spec: DrafterSpec) -> Path | None:
     name = fspath(spec)
     if name in ("none", "lookup") or name.startswith(DRAFT_MODEL):
         return None
-    way = _other_way(name)
-    place = find(way[0] if way else name)
+    place = find(_second_pass(name) or name)
     return place if place.is_dir() else None
 
 
@@ -131,46 +129,43 @@ def _draft_model(name: str, target: Target) -> Drafter:
 
 
 def _from_folder(name: str, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
-    if way := _other_way(name):
-        return _in_another_way(*way, target, read)
+    if whole := _second_pass(name):
+        return _twice(whole, target, read)
     place = find(name)
     network, table = contents(place)
-    found: list[Drafter] = []
+    drafter: Drafter | None = None
+    grams: Lookup | None = None
     if network is not None:
         refuse_language_model(name, network)
-        found.append(_on_head(network, target, read) if is_head(network) else _network(network, target, read))
+        drafter = _on_head(network, target, read) if is_head(network) else _network(network, target, read)
     if table is not None:
-        grams = NgramTable.load(table)
-        found.append(Lookup(grams, vocab_size=target.vocab_size, device=target.device))
-    if not found:
+        grams = Lookup(NgramTable.load(table), vocab_size=target.vocab_size, device=target.device)
+    elif name == DEMO:
+        grams = Lookup(vocab_size=target.vocab_size, device=target.device)
+    if drafter is not None and grams is not None:
+        return Continuity(drafter, grams)
+    found = drafter or grams
+    if found is None:
         raise CheckpointError(
             f"{name} holds no drafter (neither config.json nor {NETWORK}/ nor {TABLE}): name a drafter's folder"
         )
-    if name == DEMO and table is None:
-        found.append(Lookup(vocab_size=target.vocab_size, device=target.device))
-    return found[0] if len(found) == 1 else Merged(found)
+    return found
 
 
-def _other_way(name: str) -> tuple[str, str] | None:
-    """A drafter's folder and the way to draft with it, where a name has that form."""
+def _second_pass(name: str) -> str | None:
+    """The folder's name in that of its network in two passes; None for another name."""
     whole, _, way = name.rpartition("/")
-    named = way in (SECOND_PASS, MIXED) and whole and not Path(name).expanduser().exists()
-    return (whole, way) if named else None
+    return whole if way == SECOND_PASS and whole and not Path(name).expanduser().exists() else None
 
 
-def _in_another_way(whole: str, way: str, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
-    network, table = contents(find(whole))
-    missing = [NETWORK] * (network is None or is_head(network)) + [TABLE] * (table is None and way == MIXED)
-    if missing:
-        raise CheckpointError(f"{whole}/{way} needs {' and '.join(missing)}, which {whole} does not hold")
-    assert network is not None
+def _twice(whole: str, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
+    network, _ = contents(find(whole))
+    if network is None or is_head(network):
+        raise CheckpointError(
+            f"{whole}/{SECOND_PASS} needs a network, and {whole} holds none: name another folder"
+        )
     found = _checkpoint(network, target, read)
-    backbone, coupling = backbone_of(found, target), found.layout.coupling
-    if way == SECOND_PASS:
-        return D2SD(backbone, coupling=coupling)
-    assert table is not None
-    grams = Lookup(NgramTable.load(table), vocab_size=target.vocab_size, device=target.device)
-    return Continuity(DFlash(backbone, coupling=coupling), grams)
+    return D2SD(backbone_of(found, target), coupling=found.layout.coupling)
 
 
 def _network(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:

@@ -22,9 +22,6 @@ class Merged:
     Args:
         drafters: at least one, not yet in use; of equal scores the earlier one's come first.
 
-    Attributes:
-        proposals: name and own tree of each drafter that drafted last.
-
     Raises:
         ConfigError: there is no drafter, or one is named twice.
     """
@@ -39,7 +36,12 @@ class Merged:
         layers = [layer for drafter in drafters for layer in drafter.feature_layers]
         self.feature_layers = tuple(sorted(set(layers)))
         self.max_depth = max(drafter.max_depth for drafter in drafters)
-        self.proposals: list[tuple[str, DraftTree]] = []
+        self._proposals: list[tuple[str, DraftTree]] = []
+
+    @property
+    def proposals(self) -> list[tuple[str, DraftTree]]:
+        """Name and own tree of each drafter that drafted last."""
+        return self._proposals
 
     def add_row(self) -> None:
         for drafter in self.drafters:
@@ -59,7 +61,7 @@ class Merged:
             own = [replace(row, depth=_depth(row, drafter)) for row in rows]
             trees.append(drafter.draft(own, clock))
         drafted = [index for index, tree in enumerate(trees) if max(tree.sizes) > 1]
-        self.proposals = [(self.drafters[index].name, trees[index]) for index in drafted]
+        self._proposals = [(self.drafters[index].name, trees[index]) for index in drafted]
         trees = [trees[index] for index in drafted] or trees[:1]
         budgets = [row.budget for row in rows]
         with clock("build"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,12 +101,13 @@ class Policy:
         self._round = _Round(list(requests), choices, groups, context)
         return choices
 
-    def cut(self, tree: DraftTree, proposals: Proposals | None = None) -> DraftTree:
+    def cut(self, tree: DraftTree, proposals: Callable[[], Proposals | None] | None = None) -> DraftTree:
         """The tree of the round planned last, each automatic row cut to the nodes that pay.
 
         Args:
             tree: as drafted.
-            proposals: name and own tree of each drafter, where `tree` is merged of them.
+            proposals: gives name and own tree of each drafter, where `tree` is made of several; called in some
+                rounds only, before `learn` returns.
         """
         now = self._round
         assert now is not None
@@ -115,7 +116,7 @@ class Policy:
         if widest == 1:
             return tree
         names = _names(choice.arm for choice in now.choices)
-        now.proposals = [(names[0], tree)] if proposals is None else proposals
+        now.proposals = lambda: (proposals and proposals()) or [(names[0], tree)]
         open_rows = [row for row, request in enumerate(now.requests) if request.budget == "auto"]
         if not open_rows:
             return tree
@@ -181,7 +182,7 @@ class Policy:
         if not controller.curious(played):
             return {}
         foretold = {}
-        for name, tree in now.proposals:
+        for name, tree in now.proposals():
             for arm in controller.figures:
                 if arm == played or arm.members != (name,):
                     continue
@@ -303,7 +304,7 @@ class _Round:
     choices: list[Choice]
     groups: dict[Request, _Group]
     context: float
-    proposals: Proposals = ()
+    proposals: Callable[[], Proposals] = tuple
     expected: Sequence[float] = ()
     sizes: Sequence[int] = (1,)
     logprobs: NDArray[np.float32] | None = None
