@@ -117,6 +117,8 @@ def test_half_precision_is_checked_for_near_ties(bench, tmp_path):
         (("--budgets", "x"), "'x' is neither a number nor auto"),
         (("--budgets", "0"), "a tree's budget"),
         (("--temperatures", "-1"), "--temperatures -1 is not a number from 0 up"),
+        (("--temperatures", "1e30"), "temperature"),
+        (("--out", "x.jsonl", "--markdown", "./x.jsonl"), "is the file of raw figures: name another file"),
         (("--temperatures", "nan"), "--temperatures nan"),
         (("--turns", "0"), "--turns 0 must be at least 1"),
         (("-n", "0"), "--max-tokens 0 must be at least 1"),
@@ -165,6 +167,20 @@ def test_without_a_drafter_plain_decoding_is_measured(target, prompts, tmp_path,
     assert len(list(tmp_path.glob("bench-*.jsonl"))) == 1
     assert main([*arguments, "--cells", "auto"]) == 2
     assert "cell 'auto' needs a drafter, and there is none" in capsys.readouterr().err
+
+
+def test_a_refused_temperature_leaves_no_file(bench, tmp_path):
+    assert bench("--out", str(tmp_path / "raw.jsonl"), "--temperatures", "1e30")[0] == 2
+    assert not (tmp_path / "raw.jsonl").exists()
+
+
+def test_a_report_does_not_write_over_the_raw_figures(bench, tmp_path, capsys):
+    raw = tmp_path / "raw.jsonl"
+    bench("--out", str(raw), "--cells", "chain", "--temperatures", "0")
+    before = raw.read_bytes()
+    assert main(["bench", "report", str(raw), "--markdown", str(raw)]) == 2
+    assert "is the file of raw figures: name another file" in capsys.readouterr().err
+    assert raw.read_bytes() == before
 
 
 def test_options_before_report_hold(tmp_path, bench, capsys):

@@ -44,9 +44,25 @@ def test_a_file_of_json_lines_is_a_set(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+def test_line_ends_of_unicode_inside_a_text_do_not_end_its_line(tmp_path, end):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps(one("a", turns=(f"one{end}two",)), ensure_ascii=False), encoding="utf-8")
+    assert prompts.read([str(path)])[0].turns == (f"one{end}two",)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps(one("a")), encoding="utf-8-sig")
+    assert prompts.read([str(path)]) == [prompts.BenchPrompt("a", "chat", ("hello",))]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("[" * 200_000, "line 2 is not JSON"),
+        (one("b", turns=("x\ud800y",)), "line 2 holds half of a character"),
+        (one("b\udc00"), "line 2 holds half of a character"),
         ("{", "line 2 is not JSON"),
         ("[1]", "line 2 is no object"),
         ({"id": "b", "task": "t"}, 'line 2: "turns" must be'),

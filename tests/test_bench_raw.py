@@ -7,6 +7,7 @@ import os
 import pytest
 
 import benchfakes as fakes
+from ddtree.bench.prompts import BenchPrompt
 from ddtree.bench.raw import Log, read
 from ddtree.errors import ConfigError
 
@@ -106,7 +107,7 @@ def test_a_damaged_line_is_named(tmp_path):
     fakes.measured(path, NAMES)
     every = lines(path)
     path.write_text("".join([*every[:3], '{"kind": "run", "id": 1}\n', *every[3:]]))
-    with pytest.raises(ConfigError, match=r"line 4 is not of a file of figures \(KeyError"):
+    with pytest.raises(ConfigError, match=r"line 4 is not of a file of figures \(ValueError: id is 1\)"):
         read(path)
 
 
@@ -126,3 +127,119 @@ def test_a_full_disk_is_named(tmp_path):
     ) as caught:
         Log(path, fakes.header(NAMES))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x0b"])
+def test_line_ends_of_unicode_inside_texts_do_not_end_a_line_of_figures(tmp_path, end):
+    path = tmp_path / "raw.jsonl"
+    chosen = [BenchPrompt(f"a{end}b", f"t{end}u", ("x",))]
+    with Log(path, fakes.header(NAMES)) as log:
+        fakes.runner(log, fakes.ways(*NAMES), fakes.plan(chosen)).run()
+    path.write_text(
+        "".join(json.dumps(json.loads(line), ensure_ascii=False) + "\n" for line in path.open(newline="\n"))
+    )
+    assert {run["id"] for run in read(path).runs} == {f"a{end}b"}
+    with Log(path, fakes.header(NAMES)) as log:
+        assert len(log.done) == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files are not locked there")
+def test_a_second_run_on_one_file_is_refused_while_the_first_writes(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    with Log(path, fakes.header(NAMES)) as log:
+        with pytest.raises(
+            ConfigError, match=r"another run is writing .*raw.jsonl: wait for its end, or name"
+        ):
+            Log(path, fakes.header(NAMES))
+        fakes.runner(log, fakes.ways(*NAMES)).run()
+    with Log(path, fakes.header(NAMES)) as log:
+        assert len(log.done) == 12
+
+
+def test_what_is_gone_on_with_stays_in_the_file_that_others_have_open(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    path.write_text("".join(lines(path)[:6]))
+    before = path.stat().st_ino
+    fakes.measured(path, NAMES)
+    assert path.stat().st_ino == before and len(read(path).runs) == 36
+
+
+def test_figures_of_one_answer_that_stand_twice_are_refused(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    path.write_text("".join([*lines(path), lines(path)[2]]))
+    with pytest.raises(ConfigError, match=r"line 38 .* chain answers 'chat-1' a second time"):
+        read(path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 20, 200, None])
+def test_a_run_that_ended_before_it_measured_anything_does_not_bind_the_next(tmp_path, size):
+    path = tmp_path / "raw.jsonl"
+    with Log(path, fakes.header(NAMES, max_tokens=9)):
+        pass
+    path.write_bytes(path.read_bytes()[:size])
+    assert fakes.measured(path, NAMES).settings["max_tokens"] == 8
+    assert len(read(path).runs) == 36
+
+
+def test_a_file_of_something_else_without_a_line_end_is_left_alone(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("a note")
+    with pytest.raises(ConfigError, match="is empty: name a file that ddtree bench has written"):
+        Log(path, fakes.header(NAMES))
+    assert path.read_text() == "a note"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tokens": "eight"}, "tokens is 'eight'"),
+        ({"verdict": None}, "verdict is None"),
+        ({"verdict": {}}, "KeyError: 'kind'"),
+        ({"verdict": {"kind": []}}, "verdict .* is none of equal"),
+        ({"verdict": {"kind": "different"}}, "KeyError: 'at'"),
+        ({"decode_s": None}, "decode_s is None"),
+        ({"id": ["a"]}, r"id is \['a'\]"),
+        ({"task": None}, "task is None"),
+        ({"rounds": None}, "rounds is None"),
+        ({"seconds": {"draft": "long"}}, "seconds holds 'long'"),
+        ({"accepted_depth": {"deep": 1}}, "deep"),
+        ({"kind": "skipped", "turn": None}, "turn is None"),
+        ({"kind": "policy", "cell": []}, "unhashable"),
+    ],
+)
+def test_a_line_of_other_types_is_named(tmp_path, changes, named):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    every = lines(path)
+    every[2] = json.dumps({**json.loads(every[2]), "state": {}, **changes}) + "\n"
+    path.write_text("".join(every))
+    with pytest.raises(ConfigError, match=f"line 3 is not of a file of figures .*{named}"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "named"),
+    [
+        ("settings", {"cells": "off"}, "cells is 'off'"),
+        ("settings", {"cells": ["off", 1]}, "cells holds 1"),
+        ("settings", {"temperatures": ["hot"]}, "temperatures holds 'hot'"),
+        ("machine", {"processor": None}, "processor is None"),
+    ],
+)
+def test_a_header_of_other_types_is_named(tmp_path, part, changes, named):
+    path = tmp_path / "raw.jsonl"
+    header = fakes.header(NAMES)
+    header[part] |= changes
+    with Log(path, header):
+        pass
+    with pytest.raises(ConfigError, match=f"line 1 is not of a file of figures .*{named}"):
+        read(path)
+
+
+def test_a_line_of_endless_brackets_is_named(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    path.write_text("[" * 200_000 + "\n")
+    with pytest.raises(ConfigError, match=r"line 1 is not of a file of figures .RecursionError"):
+        read(path)

@@ -18,7 +18,7 @@ _RUN = {
     "decode_s": _NUMBER,
     "verdict": dict,
 }
-_DIFFERENT = {"at": int, "noise": _NUMBER}
+_DIFFERENT = {"at": int, "gap": (*_NUMBER, type(None)), "noise": _NUMBER}
 _HEADER = {"date": str, "command": str, "machine": dict, "versions": dict, "settings": dict}
 _MACHINE = {"processor": str, "cores": int, "threads": int, "system": str}
 _SETTINGS = {

@@ -8,7 +8,6 @@ broken off goes on there. Lines of other kinds say what was learnt (`latency`, `
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -109,7 +108,7 @@ class Log:
             if not whole and _BEGINNING.startswith(text[: len(_BEGINNING)]):
                 self._cut(0)
                 return False
-            known = parse(whole.decode("utf-8", errors="replace"), str(self.path))
+            known = parse(whole.decode("utf-8"), str(self.path))
             if not (known.runs or known.skipped):
                 self._cut(0)
                 return False
@@ -121,12 +120,11 @@ class Log:
                 )
             self.done = complete(known)
             kept = b"".join(line for line in whole.splitlines(keepends=True) if self._keeps(line))
-            same = len(os.path.commonprefix([kept, text]))
-            if same < len(text):
-                self._cut(same)
+            same = len(kept) if text.startswith(kept) else 0
+            self._cut(same)
             self._file.write(kept[same:].decode("utf-8"))
             return True
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise _cannot("read or written", self.path, error) from error
 
     def _cut(self, size: int) -> None:
