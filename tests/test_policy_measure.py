@@ -14,7 +14,7 @@ from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.lookup import Lookup
 from ddtree.drafters.merged import Merged
 from ddtree.engine import Engine
-from ddtree.errors import ConfigError, UnsupportedModelError
+from ddtree.errors import CacheMemoryError, ConfigError, UnsupportedModelError
 from ddtree.policy import measure, stands
 from ddtree.policy.curve import Sample
 from ddtree.policy.heldout import held_out
@@ -215,6 +215,34 @@ def test_every_part_drafts_at_every_point(tiny_model):
         assert points == {(w, r, c) for w in (2, 5, 12) for r in (1, 3) for c in (8, 40)}
 
 
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        (measure.calibrate, {"widths": (17,), "turns": 1, "contexts": (8,)}),
+        (measure.calibrate, {"widths": (1, 2), "turns": 1, "contexts": (8,)}),
+        (measure.quick, {"seconds": 0.0}),
+    ],
+)
+def test_no_drafter_is_left_unmeasured_however_little_is_measured(tiny_model, way, options):
+    target = Target(tiny_model)
+    parts = [Lookup(vocab_size=target.vocab_size) for _ in range(6)]
+    for number, part in enumerate(parts):
+        part.name = f"lookup{number}"
+    model = way(target, Merged(parts), **options)
+    assert model.covers([part.name for part in parts])
+    assert set(model.draft_points) == {part.name for part in parts} | {"+".join(p.name for p in parts)}
+    assert all(len(part._rows) == 0 for part in parts)
+
+
+def test_memory_that_runs_out_while_measuring_is_named(tiny_model, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no\nroom")
+
+    monkeypatch.setattr(stands.TargetStand, "verify", full)
+    with pytest.raises(CacheMemoryError, match="cpu ran out of memory while measuring: measure fewer rows"):
+        measure.quick(Target(tiny_model))
+
+
 def test_the_machine_is_named(tiny_model):
     model = measure.quick(Target(tiny_model))
     assert model.machine["threads"] == torch.get_num_threads()
@@ -248,6 +276,7 @@ def test_a_context_too_short_is_named(tiny_model):
         ({"widths": (True,)}, "widths holds True"),
         ({"widths": (2.5,)}, "widths holds 2.5"),
         ({"turns": 0}, "turns holds 0"),
+        ({"widths": (1,), "drafter": Lookup()}, "widths holds 1 alone"),
     ],
 )
 def test_arguments_out_of_range_are_named(tiny_model, change, message):

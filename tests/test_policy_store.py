@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -116,6 +117,9 @@ def test_other_weights_of_the_same_shape_are_the_same_model(target):
         lambda text: text.replace('"format": 1', '"format": 2'),
         lambda text: text.replace('"constant"', '"constance"'),
         lambda text: text.replace('"threads"', '"strands"'),
+        lambda text: 200_000 * "[",
+        lambda text: re.sub('"constant": [^,]*', f'"constant": 1{400 * "0"}', text),
+        lambda text: re.sub('"root_alone": {[^}]*}', '"root_alone": {"1": 0}', text),
     ],
 )
 def test_a_damaged_or_foreign_file_counts_as_none_and_is_replaced(target, spoil):
@@ -127,6 +131,20 @@ def test_a_damaged_or_foreign_file_counts_as_none_and_is_replaced(target, spoil)
     assert store.load(key) is None
     assert store.obtain(key, lambda: model(0.5)).verify(2) == pytest.approx(1.0)
     assert store.load(key).verify(2) == pytest.approx(1.0)
+
+
+def test_a_model_that_lacks_a_drafter_of_its_pair_counts_as_none(target):
+    key = store.key(target, Lookup())
+    store.save(key, model())
+    assert store.load(key) is None
+    verify = [Sample(w, 1, 8, 0.02 * w) for w in (1, 2, 9)]
+    store.save(key, LatencyModel.fit(verify, {"lookup": verify}, machine={}))
+    assert store.load(key) is not None
+
+
+def test_what_was_measured_at_short_contexts_alone_does_not_serve_long_ones(target):
+    store.save(store.key(Target(tiny.model(), max_context=24)), model())
+    assert store.load(store.key(target)) is None
 
 
 def test_a_file_that_is_not_text_counts_as_none(target):

@@ -35,6 +35,7 @@ class Acceptance:
         self._seen = np.zeros((MAX_DEPTH + 1, _BINS))
         self._predicted = np.zeros_like(self._seen)
         self._accepted = np.zeros_like(self._seen)
+        self._learnt = tuple(np.zeros_like(self._seen) for _ in range(3))
         self._stale = 0
         self._table = np.tile(np.exp(_GRID), (MAX_DEPTH + 1, 1))
 
@@ -51,13 +52,20 @@ class Acceptance:
         self, logprobs: NDArray[np.float32], depths: NDArray[np.int64], accepted: NDArray[np.bool_]
     ) -> None:
         """Verified nodes [n] of depth 1 or more: what was predicted and what came."""
-        bins = _bins(logprobs)
-        np.add.at(self._seen, (depths, bins), 1.0)
-        np.add.at(self._predicted, (depths, bins), np.exp(logprobs.astype(np.float64)))
-        np.add.at(self._accepted, (depths, bins), accepted.astype(np.float64))
+        places = depths, _bins(logprobs)
+        counts = np.ones(len(depths)), np.exp(logprobs.astype(np.float64)), accepted.astype(np.float64)
+        for column, learnt, values in zip(self._columns, self._learnt, counts, strict=True):
+            np.add.at(column, places, values)
+            np.add.at(learnt, places, values)
         self._stale += 1
         if self._stale >= _EVERY:
             self._refresh()
+
+    def add(self, other: Acceptance) -> None:
+        """Count what the other has learnt since it was made or read."""
+        for column, learnt in zip(self._columns, other._learnt, strict=True):
+            column += learnt
+        self._refresh()
 
     def as_list(self) -> list[list[float]]:
         """The counts as plain JSON values, for `from_list`: depth, bin, nodes seen, predicted and accepted ones."""

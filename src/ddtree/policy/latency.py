@@ -110,6 +110,10 @@ class LatencyModel:
             total += float(self._fit.draft[name].seconds(width, rows, context))
         return total * self.factor("draft", names)
 
+    def covers(self, names: Iterable[str]) -> bool:
+        """Whether drafting with each of the named drafters was measured."""
+        return all(name in self._fit.draft for name in names)
+
     def overhead(self) -> float:
         """Seconds of a round outside drafting and verification."""
         return self._overhead * self.factor("overhead")
@@ -167,8 +171,10 @@ class LatencyModel:
             points = _points(measured.get("verify"))
             draft_points = {name: _points(own) for name, own in _mapping(measured, "draft").items()}
             fitted = _Fit(Curve.from_dict(values.get("verify")), shares, drafts)
+            if not (fitted.verify.seconds(1, 1, 1.0) > 0 and all(share > 0 for share in shares.values())):
+                raise ConfigError("the latency model has passes that take no time: run ddtree calibrate")
             return LatencyModel(fitted, dict(_mapping(values, "machine")), points, draft_points)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ConfigError(f"the latency model is damaged ({error}): run ddtree calibrate") from error
 
     def _undrifted(self, widths: Any, rows: int, context: float) -> NDArray[np.float64]:

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.drafters import Drafter
-from ddtree.errors import ConfigError, UnsupportedModelError
+from ddtree.errors import CacheMemoryError, ConfigError, UnsupportedModelError
 from ddtree.policy.curve import Sample
 from ddtree.policy.latency import CUT_SHORT, LatencyModel
 from ddtree.policy.machine import describe
@@ -65,6 +67,8 @@ def calibrate(
         CacheMemoryError: the device cannot hold the rows.
     """
     chosen = _ascending("widths", WIDTHS if widths is None else widths, 1, MAX_BUDGET + 1)
+    if drafter is not None and chosen[-1] == 1:
+        raise ConfigError("widths holds 1 alone, and a drafter's trees are wider: give some from 2 on too")
     every = _ascending("contexts", contexts, 2, 2**31)
     _ascending("turns", [turns], 1, 10_000)
     groups = [
@@ -182,7 +186,7 @@ def _measure(target: Target | AutoregressiveTarget, drafter: Drafter | None, pla
         raise UnsupportedModelError(
             f"draft trees cannot be verified on {type(target.model).__name__}: there is nothing to calibrate"
         )
-    with _features(target, drafter.feature_layers if drafter else ()):
+    with _features(target, drafter.feature_layers if drafter else ()), _room(target):
         verifying = TargetStand(
             target, max(group.context for group in plan.groups), lambda: plan.gives_up(0.4)
         )
@@ -196,6 +200,16 @@ def _measure(target: Target | AutoregressiveTarget, drafter: Drafter | None, pla
                 found = _Rounds(verifying, drafting, parts).measure(plan)
     machine = {**describe(target, drafter), "turns": plan.turns, CUT_SHORT: plan.cut_short}
     return LatencyModel.fit(found.verify, found.draft, machine=machine)
+
+
+@contextmanager
+def _room(target: Target) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CacheMemoryError(
+            f"{target.device} ran out of memory while measuring: measure fewer rows, shorter contexts or fewer nodes"
+        ) from error
 
 
 @contextmanager
@@ -242,7 +256,21 @@ class _Rounds:
                     self._round(group, width, timed)
                 plan.step()
         plan.cut_short |= timed.complete(first)
+        self._rest(plan, timed)
         return timed
+
+    def _rest(self, plan: _Plan, found: _Samples) -> None:
+        """Draft with the parts whose turn has not come."""
+        missing = [part for part in self._parts if part[0] not in found.draft]
+        if self._drafting is None or not missing:
+            return
+        group = plan.groups[0]
+        width = max(2, *(sample.width for sample in found.verify))
+        self._drafting.occupy(group.rows, group.context)
+        for name, members in missing:
+            self._drafting.draft(width, members)  # the first may have had something to set up
+            seconds = self._drafting.draft(width, members)
+            found.draft[name].append(Sample(width, group.rows, group.context, seconds))
 
     def _warm(self, group: _Group, plan: _Plan, found: _Samples) -> list[int]:
         """Measure narrow trees first, until one is too dear or time runs out; returns the widths measured."""

@@ -27,20 +27,29 @@ def load(file: Path) -> dict[str, Acceptance]:
         if values["format"] != _FORMAT:
             raise ConfigError(f"{file} has format {values['format']!r}, not {_FORMAT}: delete it")
         return {str(arm): Acceptance.from_list(rows) for arm, rows in values["arms"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"{file} holds no acceptance counts: delete it") from error
 
 
 def save(file: Path, acceptance: Mapping[str, Acceptance]) -> None:
-    """Keep acceptance by arm. Raises ConfigError when the file cannot be written."""
-    arms = {arm: own.as_list() for arm, own in acceptance.items() if own.seen}
+    """Add what was learnt of each arm to what a file holds. Raises ConfigError when it cannot be written."""
+    try:
+        kept = load(file)
+    except (OSError, ConfigError):
+        kept = {}
+    for arm, own in acceptance.items():
+        if arm in kept:
+            kept[arm].add(own)
+        else:
+            kept[arm] = own
+    arms = {arm: own.as_list() for arm, own in kept.items() if own.seen}
     store.write(file, {"format": _FORMAT, "arms": arms})
 
 
 def cached(wanted: store.Key) -> Path:
     """The file of a pair in the user's cache; acceptance does not depend on the machine."""
-    pair = {name: wanted[name] for name in ("target", "target_config", "drafters")}
-    return store.cache_folder() / "acceptance" / store.path(pair).name
+    pair = {name: wanted[name] for name in ("target", "target_config", "drafters", "weights")}
+    return store.cache_folder() / "acceptance" / f"{wanted['target']}-{store.digest(pair)}.json"
 
 
 def recall(wanted: store.Key, folder: Path | None) -> dict[str, Acceptance]:

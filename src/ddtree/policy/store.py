@@ -22,17 +22,26 @@ from ddtree.policy.machine import device_name
 Key = dict[str, Any]
 """What a measurement holds for: plain JSON values."""
 
+_LONGEST = 512  # tokens of context; the time of longer ones is told from shorter ones
+_SAMPLED, _VALUES = 32, 64
+
 # Parts of a configuration that no forward pass depends on.
 _IDLE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
 
 
 def key(target: Any, drafter: Any = None) -> Key:
-    """What a latency model of a `Target` and its drafter holds for: the two, device, dtype, threads, release."""
+    """What was learnt of a `Target` and its drafter holds for: the two, device, dtype, threads, release.
+
+    `weights` tells networks of one shape apart. Time does not depend on it: latency models are kept without.
+    """
+    parts = parts_of(drafter)
     config = {name: value for name, value in target.config.to_dict().items() if name not in _IDLE}
     return {
         "target": target.config.model_type,
-        "target_config": _digest(config),
-        "drafters": [f"{part.name} ({_size(part):,} weights)" for part in parts_of(drafter)],
+        "target_config": digest(config),
+        "drafters": [f"{part.name} ({_size(part):,} weights)" for part in parts],
+        "weights": _sample([target.model, *(network for part in parts for network in _networks(part))]),
+        "context": min(_LONGEST, target.max_context),
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -42,15 +51,17 @@ def key(target: Any, drafter: Any = None) -> Key:
 
 def path(wanted: Key) -> Path:
     """Where the model of a key is kept."""
-    return cache_folder() / "latency" / f"{wanted['target']}-{_digest(wanted)}.json"
+    return cache_folder() / "latency" / f"{wanted['target']}-{digest(_timed(wanted))}.json"
 
 
 def load(wanted: Key) -> LatencyModel | None:
     """The model saved for a key; None where there is none, or none that can be used: measure anew then."""
     try:
         values = json.loads(path(wanted).read_text(encoding="utf-8"))
-        return LatencyModel.from_dict(values["model"]) if values["key"] == wanted else None
-    except (OSError, ValueError, LookupError, TypeError):
+        model = LatencyModel.from_dict(values["model"])
+        names = [part.rpartition(" (")[0] for part in wanted["drafters"]]
+        return model if values["key"] == _timed(wanted) and model.covers(names) else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
@@ -61,7 +72,7 @@ def save(wanted: Key, model: LatencyModel) -> Path:
         ConfigError: the file cannot be written.
     """
     file = path(wanted)
-    write(file, {"key": wanted, "model": model.as_dict()})
+    write(file, {"key": _timed(wanted), "model": model.as_dict()})
     return file
 
 
@@ -101,13 +112,32 @@ def obtain(wanted: Key, measure: Callable[[], LatencyModel]) -> LatencyModel:
     return model
 
 
-def _digest(values: Any) -> str:
+def digest(values: Any) -> str:
+    """A short name of JSON values."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _size(drafter: Any) -> int:
     """Weights of a drafter's own networks."""
+    return sum(weight.numel() for network in _networks(drafter) for weight in network.parameters())
+
+
+def _networks(drafter: Any) -> list[torch.nn.Module]:
     held = [*vars(drafter).values(), *vars(getattr(drafter, "backbone", object)).values()]
-    networks = {value for own in held if isinstance(value := getattr(own, "model", own), torch.nn.Module)}
-    return sum(weight.numel() for network in networks for weight in network.parameters())
+    found = (value for own in held if isinstance(value := getattr(own, "model", own), torch.nn.Module))
+    return list(dict.fromkeys(found))
+
+
+def _sample(networks: list[torch.nn.Module]) -> str:
+    """A short name of a few values of some weights of each network."""
+    values = []
+    for network in networks:
+        weights = [weight for weight in network.parameters() if not weight.is_meta]
+        for weight in weights[:: max(1, len(weights) // _SAMPLED)]:
+            values.append(weight.detach().reshape(-1)[:_VALUES].float().tolist())
+    return digest(values)
+
+
+def _timed(wanted: Key) -> Key:
+    return {name: value for name, value in wanted.items() if name != "weights"}
