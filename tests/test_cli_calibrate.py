@@ -8,8 +8,10 @@ import pytest
 
 import talker
 from ddtree.cli import main
+from ddtree.engine import Engine
 from ddtree.policy.latency import LatencyModel
 
+SHORT = ["--rows", "1", "--contexts", "8", "--widths", "1", "2", "--turns", "1"]
 GRID = [
     "--rows",
     "1",
@@ -68,7 +70,7 @@ def test_it_prints_the_curve_and_its_error_and_keeps_the_measurements(run, tmp_p
 def test_it_can_write_to_a_file_too(run, tmp_path):
     code, out, _ = run(*GRID, "--drafter", "none", "--out", str(tmp_path / "here" / "curve.json"))
     assert code == 0
-    assert out.endswith(f"written to {tmp_path / 'here' / 'curve.json'}\n")
+    assert f"\nwritten to {tmp_path / 'here' / 'curve.json'}\n" in out
     values = json.loads((tmp_path / "here" / "curve.json").read_text())
     assert LatencyModel.from_dict(values["model"]).draft_points == {}
 
@@ -87,9 +89,53 @@ def test_too_few_points_for_the_error_are_said_to_be(run):
         (["--contexts", "1"], "contexts holds 1"),
         (["--turns", "0"], "turns holds 0"),
         (["--rows", "two"], "invalid int value"),
+        (["--widths", "1"], "widths holds 1 alone"),
+        (["--learn", "--prompts", "nowhere"], "neither a file nor one of the sets"),
+        (["--learn", "--per-task", "0"], "--per-task 0 selects no prompt"),
+        (["--learn", "--max-context", "70"], "no prompt of small leaves room for 64 tokens"),
+        (["--learn", "--into", "/"], "--into / holds no drafter: name the folder of one"),
     ],
 )
 def test_mistakes_are_one_line(run, options, message):
     code, out, err = run(*options)
     assert (code, out) == (2, "")
     assert message in err and len(err.splitlines()) == 1
+
+
+def test_measurements_are_written_to_the_named_file_though_the_cache_cannot_be_written(run, tmp_path):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    code, _, err = run(*SHORT, "--out", str(tmp_path / "curve.json"))
+    assert code == 2 and "cannot be written" in err.splitlines()[-1]
+    assert LatencyModel.from_dict(json.loads((tmp_path / "curve.json").read_text())["model"]).points
+
+
+def prompts(folder, *texts):
+    path = folder / "prompts.jsonl"
+    records = [{"id": n, "task": "t", "turns": [text]} for n, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def kept(out):
+    return json.loads(Path(re.search(r"acceptance kept in (.*)", out)[1]).read_text())["arms"]
+
+
+def test_prompts_too_long_to_learn_from_are_passed_over(run, tmp_path):
+    code, out, err = run(*SHORT, "--learn", "--prompts", prompts(tmp_path, "abcabc" * 2000, "abcabcabc"))
+    assert code == 0, err
+    assert kept(out)
+
+
+def test_what_was_learnt_before_an_interruption_is_kept(run, tmp_path, monkeypatch):
+    plain, asked = Engine.add, []
+
+    def add(*given, **named):
+        asked.append(1)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return plain(*given, **named)
+
+    monkeypatch.setattr(Engine, "add", add)
+    code, out, _ = run(*SHORT, "--learn", "--prompts", prompts(tmp_path, "abcabcabc"))
+    assert code == 130
+    assert kept(out)

@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if args.into and not (args.learn and Path(args.into).is_dir()):
         raise ConfigError(f"--into {args.into}: name a drafter's folder, and add --learn")
     model = load_model(args)
+    if args.into and not _holds_drafter(Path(args.into), model.drafter_folder):
+        raise ConfigError(f"--into {args.into} holds no drafter: name the folder of one")
+    lessons = _lessons(model, args) if args.learn else []
     target, drafter = model.target, model.engine.drafter
     line = _Line()
     try:
@@ -61,18 +64,37 @@ def run(args: argparse.Namespace) -> int:
         line.close()
     print(report(measured))
     key = store.key(target, drafter)
-    print(f"\nsaved for this pair, device, dtype and number of threads: {store.save(key, measured)}")
     if args.out:
         store.write(Path(args.out), {"key": key, "model": measured.as_dict()})
-        print(f"written to {args.out}")
-    if args.learn:
-        _learn(model, Policy(measured), args)
+        print(f"\nwritten to {args.out}")
+    print(f"\nsaved for this pair, device, dtype and number of threads: {store.save(key, measured)}")
+    if lessons:
+        _learn(model, Policy(measured), lessons, args.into)
     return 0
 
 
-def _learn(model: Any, policy: Any, args: argparse.Namespace) -> None:
-    """Answer prompts with each arm, greedily and at temperature 1, and keep the acceptance seen."""
+def _holds_drafter(folder: Path, loaded: Path | None) -> bool:
+    return (folder / "config.json").is_file() or (loaded is not None and folder.resolve() == loaded.resolve())
+
+
+def _lessons(model: Any, args: argparse.Namespace) -> list[list[int]]:
+    """Token ids of the prompts that leave room for an answer. Raises ConfigError when none does."""
     from ddtree.bench import prompts
+
+    chat = getattr(model.tokenizer, "chat_template", None) is not None
+    chosen = prompts.read([args.prompts], args.per_task)
+    every = [model.encode(prompt.turns[0], chat=chat) for prompt in chosen]
+    fitting = [ids for ids in every if len(ids) + _LEARNT_TOKENS <= model.target.max_context]
+    if not fitting:
+        raise ConfigError(
+            f"no prompt of {args.prompts} leaves room for {_LEARNT_TOKENS} tokens in the context of "
+            f"{model.target.max_context}: name shorter ones with --prompts"
+        )
+    return fitting
+
+
+def _learn(model: Any, policy: Any, lessons: list[list[int]], into: str | None) -> None:
+    """Answer prompts with each arm, greedily and at temperature 1, and keep the acceptance seen until the end."""
     from ddtree.policy import memory, store
     from ddtree.policy.arms import OFF, arms_for
     from ddtree.progress import ProgressLine
@@ -81,26 +103,22 @@ def _learn(model: Any, policy: Any, args: argparse.Namespace) -> None:
     engine = model.engine
     engine.policy = policy
     arms = [arm for arm in arms_for("auto", engine.members) if arm != OFF]
-    chosen = prompts.read([args.prompts], args.per_task)
-    line = ProgressLine("learning", 2 * len(arms) * len(chosen), "answers")
-    done = 0
-    for prompt in chosen:
-        ids = model.encode(prompt.turns[0], chat=getattr(model.tokenizer, "chat_template", None) is not None)
-        for temperature in (0.0, 1.0):
-            for arm in arms:
-                line.update(done)
-                params = SamplingParams(temperature=temperature, seed=0, max_tokens=_LEARNT_TOKENS)
-                engine.add(ids, params, method=arm.method, budget="auto", members=arm.members)
-                while not engine.idle:
-                    engine.step()
-                done += 1
-    line.update(done)
-    line.close()
-    wanted = store.key(model.target, engine.drafter)
-    files = [memory.cached(wanted), *([Path(args.into) / memory.FILE] if args.into else [])]
-    for file in files:
-        memory.save(file, policy.acceptance)
-        print(f"acceptance kept in {file}")
+    answers = [(ids, temperature, arm) for ids in lessons for temperature in (0.0, 1.0) for arm in arms]
+    line = ProgressLine("learning", len(answers), "answers")
+    try:
+        for done, (ids, temperature, arm) in enumerate(answers):
+            line.update(done)
+            params = SamplingParams(temperature=temperature, seed=0, max_tokens=_LEARNT_TOKENS)
+            engine.add(ids, params, method=arm.method, budget="auto", members=arm.members)
+            while not engine.idle:
+                engine.step()
+        line.update(len(answers))
+    finally:
+        line.close()
+        wanted = store.key(model.target, engine.drafter)
+        for file in (memory.cached(wanted), *([Path(into) / memory.FILE] if into else [])):
+            memory.save(file, policy.acceptance)
+            print(f"acceptance kept in {file}")
 
 
 def report(model: LatencyModel) -> str:
