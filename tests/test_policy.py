@@ -198,3 +198,34 @@ def test_the_batch_shares_one_budget_and_takes_what_pays():
     assert policy.cut(tree).sizes == [4, 4]
     policy.plan([request, request], [10, 10])
     assert policy.cut(DraftTree(tree.tokens, tree.parents, tree.depths, sure[[1, 1]], [4, 4])).sizes == [1, 1]
+
+
+def test_answers_too_short_to_draft_for_do_not_speak_against_the_drafter(model, prompts, greedy):
+    """A service that mixes yes-or-no questions with long answers keeps its drafter."""
+    engine = engine_with(model, Policy(latency()), Scripted(greedy, reach=3))
+    for _ in range(40):
+        engine.add(prompts[0], SamplingParams(temperature=0.0, max_tokens=2), method="auto", budget="auto")
+        run(engine)
+    (group,) = engine.policy.state()["groups"]
+    assert group["arms"]["tree@scripted"]["tokens_per_second"] is None
+    assert "draft" not in " ".join(engine.policy.latency.drift)
+
+
+def test_arms_of_a_fixed_budget_are_foretold_with_all_of_it(model, prompts, greedy):
+    engine = engine_with(
+        model, Policy(latency(per_node=0.002)), Scripted(greedy, reach=3), Lookup(vocab_size=tiny.VOCAB)
+    )
+    for _ in range(3):
+        engine.add(prompts[0], GREEDY, method="auto", budget=40)
+        run(engine)
+    (group,) = engine.policy.state()["groups"]
+    # Free choice would take a few of the n-grams' nodes, each of which costs a tenth of a round.
+    assert group["arms"]["tree@lookup"]["nodes"] > 20
+
+
+def test_requests_of_other_depths_have_figures_of_their_own(model, prompts, greedy):
+    engine = engine_with(model, Policy(latency()), Scripted(greedy, reach=3))
+    for depth in (1, 3):
+        engine.add(prompts[0], GREEDY, method="auto", budget="auto", depth=depth)
+        run(engine)
+    assert [group["depth"] for group in engine.policy.state()["groups"]] == [1, 3]

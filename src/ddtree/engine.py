@@ -43,7 +43,7 @@ class Sequence:
 
     def __init__(
         self, prompt: list[int], params: SamplingParams, sampler: Sampler, text: Detokenizer | None,
-        request: Request, depth: int,
+        request: Request,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
@@ -51,7 +51,6 @@ class Sequence:
         self.sampler = sampler
         self.text = text
         self.request = request
-        self.depth = depth
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -156,8 +155,9 @@ class Engine:
             eos_ids=self.target.eos_ids,
             device=self.target.device,
         )
-        request = Request(method, budget, drafting, sampled=not sampler.params.greedy)
-        sequence = Sequence(prompt, sampler.params, sampler, text, request, depth)
+        depth = min(depth, self.drafter.max_depth if self.drafter else 0)
+        request = Request(method, budget, drafting, depth, sampled=not sampler.params.greedy)
+        sequence = Sequence(prompt, sampler.params, sampler, text, request)
         self.waiting.append(sequence)
         return sequence
 
@@ -275,7 +275,12 @@ class Engine:
         if self._planned:
             assert self.policy is not None
             with self.clock("build"):
-                tree = self.policy.cut(tree, self._proposals)
+                # A draft cut short by the end of an answer tells little of the drafter.
+                whole = [
+                    choice.arm == OFF or row.depth == sequence.request.depth
+                    for row, choice, sequence in zip(rows, choices, self.running, strict=True)
+                ]
+                tree = self.policy.cut(tree, self._proposals, whole)
         return tree
 
     def _proposals(self) -> Proposals | None:
@@ -285,7 +290,7 @@ class Engine:
     def _draft_row(self, sequence: Sequence, choice: Choice) -> DraftRow:
         room = self.target.max_context - len(sequence.tokens) - 1
         left = sequence.params.max_tokens - sequence.output_length - 1
-        depth = min(sequence.depth, room, left, self.drafter.max_depth if self.drafter else 0)
+        depth = min(sequence.request.depth, room, left)
         if choice.arm == OFF:
             depth = 0
         return DraftRow(

@@ -15,7 +15,7 @@ from itertools import islice
 from ddtree.drafters.ngrams import NgramTable, extend_hash
 
 DOUBT = 4.0  # fits held-out answers best, in likelihood as in acceptance
-_WIDTH = 24  # successors looked at of one suffix: the newest of the row's own, the most frequent of the table
+_WIDTH = 16  # successors looked at of one suffix: the newest of the row's own, the most frequent of the table
 _NEGLIGIBLE = 1e-3  # shorter suffixes are not asked when less than this is left for them
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ddtree.policy.arms import OFF, Arm
 
 EXPLORATION = 0.03  # most rounds that go to another arm than the one in use
-_SAVED = 3.0  # explored rounds kept for when one of them gives hope
+_SAVED = 5.0  # explored rounds kept for when one of them gives hope
 _HOPE = 1.5  # times what was expected
 _MARGIN = 1.03  # least lead of an arm that is switched to
 _DWELL, _FIRST_DWELL = 8, 32  # rounds before a switch; before the first one to "off"
@@ -206,7 +206,8 @@ class Controller:
                 self.figures[other].compare(self.figures[other].worth(own, self.rounds), worth, own.nodes)
         else:
             figures.nodes += (made.nodes - figures.nodes) / _LEVEL_MEMORY
-        self._relevel(worth / figures.share)
+        # What is tried now and then is heard too seldom for its probabilities to have come true lately or not.
+        self._relevel((worth if arm == self.current else made.tokens) / figures.share)
 
     def curious(self, played: Arm) -> bool:
         """Whether a round of that arm should tell what others would have made of it."""
@@ -280,7 +281,7 @@ class Controller:
     def _due(self) -> Arm:
         """The arm to try: the full one, but "off" while its time is hardly known or long unheard of."""
         off = self.figures.get(OFF)
-        unsure = off is not None and (off.timed < _HARDLY or self.rounds - off.last > _UNHEARD)
+        unsure = off is not None and (off.rounds < _HARDLY or self.rounds - off.last > _UNHEARD)
         if unsure and self.current != OFF:
             return OFF
         return self._full

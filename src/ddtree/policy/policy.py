@@ -17,7 +17,7 @@ from ddtree.policy.controller import Controller, Made
 from ddtree.policy.costs import Costs, marked
 from ddtree.policy.foretell import outcome
 from ddtree.policy.latency import LatencyModel
-from ddtree.tree import MAX_BUDGET, DraftTree
+from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
 
 Proposals = Sequence[tuple[str, DraftTree]]
 
@@ -43,13 +43,15 @@ class Request:
         method: "auto" or a fixed one.
         budget: "auto" or a fixed one.
         members: names of the drafters that may draft for it.
+        depth: most depth of its drafts.
         sampled: its temperature is above 0.
     """
 
     method: AutoMethod
     budget: AutoBudget
     members: tuple[str, ...]
-    sampled: bool
+    depth: int = MAX_DEPTH
+    sampled: bool = False
 
     @property
     def automatic(self) -> bool:
@@ -101,27 +103,35 @@ class Policy:
         self._round = _Round(list(requests), choices, groups, context)
         return choices
 
-    def cut(self, tree: DraftTree, proposals: Callable[[], Proposals | None] | None = None) -> DraftTree:
+    def cut(
+        self,
+        tree: DraftTree,
+        proposals: Callable[[], Proposals | None] | None = None,
+        whole: Sequence[bool] = (),
+    ) -> DraftTree:
         """The tree of the round planned last, each automatic row cut to the nodes that pay.
 
         Args:
             tree: as drafted.
             proposals: gives name and own tree of each drafter, where `tree` is made of several; called in some
                 rounds only, before `learn` returns.
+            whole: which rows could be drafted for as deep as they ask; all by default.
         """
         now = self._round
         assert now is not None
+        now.whole = whole or [True] * len(tree.sizes)
         now.sizes = list(tree.sizes)
         widest = max(tree.sizes)
         if widest == 1:
             return tree
         names = _names(choice.arm for choice in now.choices)
         now.proposals = lambda: (proposals and proposals()) or [(names[0], tree)]
-        open_rows = [row for row, request in enumerate(now.requests) if request.budget == "auto"]
-        if not open_rows:
-            return tree
         now.read(tree)
         probabilities = np.stack([self._probabilities(now, row) for row in range(len(now.requests))])
+        open_rows = [row for row, request in enumerate(now.requests) if request.budget == "auto"]
+        if not open_rows:
+            now.expected = (1 + probabilities.sum(axis=1)).tolist()
+            return tree
         expected = gains(probabilities)
         # What has a fixed budget is verified whatever the others do.
         least = max((size for row, size in enumerate(tree.sizes) if row not in open_rows), default=1) - 1
@@ -161,7 +171,9 @@ class Policy:
         names = _names(choice.arm for choice in now.choices)
         self._time(now, names, rows, width, seconds)
         for request, group in now.groups.items():
-            mine = [row for row, asked in enumerate(now.requests) if asked == request]
+            mine = [row for row, asked in enumerate(now.requests) if asked == request and now.whole[row]]
+            if not mine:
+                continue
             arm = now.choices[mine[0]].arm
             tokens = sum(len(paths[row]) for row in mine) / len(mine)
             nodes = sum(tree.sizes[row] - 1 for row in mine) / len(mine)
@@ -195,7 +207,8 @@ class Policy:
                     known.learn(own.logprobs, own.depths, own.accepted)
                 seconds = self.costs.rounds(widest, len(rows), now.context, (name,), now.sampled)
                 expected = gains(probabilities)
-                width = best_width(expected, seconds, now.rate())
+                fixed = now.requests[rows[0]].budget != "auto"
+                width = widest if fixed else best_width(expected, seconds, now.rate())
                 made = sum(1 + int(own.accepted[:width].sum()) for own in outcomes) / len(rows)
                 nodes = sum(min(width, len(own.depths)) for own in outcomes) / len(rows)
                 foretold[arm] = Made(made, nodes, float(expected[width]) / len(rows))
@@ -209,6 +222,7 @@ class Policy:
                     "method": request.method,
                     "budget": request.budget,
                     "members": list(request.members),
+                    "depth": request.depth,
                     "sampled": request.sampled,
                     "rows": load,
                     **group.controller.state(),
@@ -258,7 +272,7 @@ class Policy:
     ) -> None:
         observe = self.latency.observe
         observe("verify", self.costs.verify(width - 1, rows, now.context), seconds["verify"])
-        if names:
+        if names and all(now.whole):
             predicted = self.costs.draft(max(now.sizes) - 1, rows, now.context, names, now.sampled)
             observe("draft", predicted, seconds["draft"] + seconds["build"], marked(names, now.sampled))
         observe("overhead", self.latency.overhead(), seconds["walk"] + seconds["commit"])
@@ -307,6 +321,7 @@ class _Round:
     proposals: Callable[[], Proposals] = tuple
     expected: Sequence[float] = ()
     sizes: Sequence[int] = (1,)
+    whole: Sequence[bool] = ()
     logprobs: NDArray[np.float32] | None = None
     depths: NDArray[np.int64] | None = None
 
