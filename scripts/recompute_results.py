@@ -4,7 +4,8 @@
 
 Needs the standard library alone, and nothing of ddtree: what is published is computed a second time, in another way.
 A part of the document begins with `<!-- figures of FILE -->` and ends with `<!-- end of figures -->`. The exit code is
-1 where a cell, a column or a table is not what the raw figures give, and 2 where something is missing.
+1 where a cell, a column, a table or a line above them is not what the raw figures give, and 2 where something is
+missing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import geometric_mean, mean, median, quantiles, stdev
 
 PART = re.compile(r"<!-- figures of (.+?) -->(.*?)<!-- end of figures -->", re.DOTALL)
+CELLS = re.compile(r"(?<!\\)\|")
 PARTS = ("draft", "build", "verify", "walk", "commit")
 
 
@@ -284,6 +286,49 @@ TABLES = (
 )
 
 
+def plain(text):
+    return " ".join(text.split()).replace("<!--", "&lt;!--")
+
+
+def titles(header, lines):
+    """Those of all tables that the raw figures give."""
+    for temperature in header["settings"]["temperatures"]:
+        runs, at = Runs(header, lines, temperature), f", T={temperature:g}"
+        if not runs.lines:
+            continue
+        yield "Speedup of decoding over off" + at
+        yield "Tokens a round (tau)" + at
+        yield "Speeds, medians over all prompts" + at
+        yield from (f"{cell} against fixed choices{at}" for cell in runs.deciding())
+        yield "Milliseconds of a round by part" + at
+        if temperature > 0 and any(f"{cell}+uncoupled" in runs.cells for cell in runs.cells):
+            yield "Drafting that looks at the noise, against drafting that does not" + at
+        yield "Each task and cell" + at
+    if len(list(checks(header, lines))) > 1:
+        yield "Checks"
+
+
+def facts(header, lines):
+    """The lines above the tables."""
+    settings, machine = header["settings"], header["machine"]
+    where = [machine["accelerator"]] if machine.get("accelerator") else []
+    where += [
+        machine["processor"],
+        f"{machine['cores']} cores",
+        f"{machine['threads']} threads",
+        machine["system"],
+    ]
+    versions = [f"{name} {version}" for name, version in header["versions"].items()]
+    prompts, turns = len({line["id"] for line in lines}), settings["turns"]
+    how_often = "once" if turns == 1 else f"{turns} times"
+    yield f"target {settings['target']}, drafter {settings['drafter']}, {settings['dtype']}; {header['date']}"
+    yield f"{', '.join(where)}; {', '.join(versions)}"
+    yield (
+        f"{prompts} prompts of {' and '.join(settings['prompts'])}, at most {settings['max_tokens']} tokens, "
+        f"measured {how_often}; command: `{header['command']}`"
+    )
+
+
 def expected(title, header, lines):
     if title == "Checks":
         return list(checks(header, lines))
@@ -298,10 +343,10 @@ def expected(title, header, lines):
 def tables(text):
     """Titles, line numbers and rows of the Markdown tables of a text; the rule below the header is left out."""
     title, rows, begun = "", [], 0
-    for number, line in enumerate([*text.splitlines(), ""], 1):
+    for number, line in enumerate([*text.split("\n"), ""], 1):
         if line.startswith("|"):
             begun = begun or number
-            rows.append([cell.strip() for cell in line.strip().strip("|").split("|")])
+            rows.append([cell.strip().replace("\\|", "|") for cell in CELLS.split(line.strip())[1:-1]])
         else:
             if rows:
                 yield title, begun, [row for place, row in enumerate(rows) if place != 1]
@@ -324,7 +369,7 @@ def compare(title, line, shown, wanted):
             continue
         for name, cell, value in zip(wanted[0], row, right, strict=True):
             count += 1
-            if cell != value:
+            if cell != plain(value):
                 faults.append(
                     f"line {at}, {title}, {row[0]}, {name}: {cell}, and the raw figures give {value}"
                 )
@@ -336,12 +381,23 @@ def check_part(folder, source, text, first):
     with path.open(encoding="utf-8") as file:
         records = [json.loads(line) for line in file if line.strip()]
     header, lines = records[0], [record for record in records if record["kind"] == "run"]
-    faults, cells, count = [], 0, 0
+    faults, cells, found_titles = [], 0, Counter()
+    for fact in facts(header, lines):
+        if f"- {plain(fact)}" not in text.split("\n"):
+            faults.append(
+                f"line {first}: the raw figures give the line '- {plain(fact)}', which is not there"
+            )
     for title, line, shown in tables(text):
         found, compared = compare(title, first + line - 1, shown, expected(title, header, lines))
         faults += found
-        cells, count = cells + compared, count + 1
-    print(f"{source}: {count} tables, {cells} cells, {len(faults)} faults")
+        cells += compared
+        found_titles[title] += 1
+    for title in titles(header, lines):
+        if found_titles[title] != 1:
+            faults.append(
+                f"line {first}: {found_titles[title]} tables {title!r}, and the raw figures give one"
+            )
+    print(f"{source}: {found_titles.total()} tables, {cells} cells, {len(faults)} faults")
     return faults
 
 

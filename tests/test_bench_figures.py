@@ -12,7 +12,8 @@ import pytest
 import benchfakes as fakes
 from ddtree.bench import document, plots
 from ddtree.bench.figures import Figures, median, quartiles, speed
-from ddtree.bench.raw import Raw, read
+from ddtree.bench.prompts import BenchPrompt
+from ddtree.bench.raw import Log, Raw, read
 from ddtree.bench.table import Table
 from ddtree.bench.tables import tables
 from ddtree.errors import ConfigError
@@ -184,6 +185,59 @@ def test_the_script_refuses_lost_rows_unknown_tables_and_missing_files(folder):
     assert recompute(path)[0] == 2
     path.write_text("# Nothing\n\n| a |\n| --- |\n")
     assert recompute(path)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda text, part: text.replace(part, ""), "0 tables 'Tokens a round (tau), T=1'"),
+        (lambda text, part: text.replace(part, part + part), "2 tables 'Tokens a round (tau), T=1'"),
+        (
+            lambda text, part: text.replace("- 6 prompts", "- 7 prompts"),
+            "give the line '- 6 prompts of small",
+        ),
+        (lambda text, part: text.replace("T12:00", "T13:00"), "give the line '- target tiny"),
+        (lambda text, part: text.replace("an abacus", "a sundial"), "give the line '- an abacus"),
+        (
+            lambda text, part: text.replace("`ddtree bench`", "`ddtree`"),
+            "give the line '- 6 prompts of small",
+        ),
+    ],
+    ids=["lost", "doubled", "prompts", "date", "processor", "command"],
+)
+def test_the_script_finds_lost_and_doubled_tables_and_changed_facts(folder, fault, said):
+    path, raw_path = folder / "results.md", folder / "raw" / "one.jsonl"
+    document.write(path, raw_path, read(raw_path), [])
+    text = path.read_text()
+    part = text[
+        text.index("**Tokens a round (tau), T=1**") : text.index("**Speeds, medians over all prompts, T=1")
+    ]
+    assert fault(text, part) != text
+    path.write_text(fault(text, part))
+    code, out = recompute(path)
+    assert code == 1 and said in out and "1 faults" in out
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a|b", "a\nb", "a\u2028b", "<!-- end of figures -->"],
+    ids=["pipe", "line", "separator", "comment"],
+)
+def test_names_of_tasks_and_prompts_do_not_break_a_document(folder, name):
+    path, raw_path = folder / "results.md", folder / "odd.jsonl"
+    with Log(raw_path, fakes.header(["off", "chain"])) as log:
+        chosen = [BenchPrompt(f"{name} 1", name, ("x",)), BenchPrompt(f"{name} 2", "long", ("x" * 99,))]
+        fakes.runner(log, fakes.ways("off", "chain"), fakes.plan(chosen)).run()
+    path.write_text("# Ours\n")
+    for _ in range(2):
+        document.write(path, raw_path, read(raw_path), [])
+    path.write_text(path.read_text() + "\nAfter.\n")
+    document.write(path, raw_path, read(raw_path), [])
+    text = path.read_text()
+    assert text.count("<!--") == 2 and text.endswith("<!-- end of figures -->\n\nAfter.\n")
+    code, said = recompute(path)
+    assert code == 0, said
+    assert "odd.jsonl: 10 tables" in said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.bench.raw import Raw
+from ddtree.bench.table import plain
 from ddtree.bench.tables import tables
 from ddtree.errors import ConfigError
 
@@ -28,12 +29,12 @@ def markdown(raw: Raw, source: str, plots: list[str]) -> str:
         plots: pictures, likewise.
     """
     pictures = [f"![{Path(plot).stem.replace('-', ' ')}]({plot})" for plot in plots]
-    facts = [f"- {fact}" for fact in _facts(raw)]
+    facts = [f"- {plain(fact)}" for fact in _facts(raw)]
     parts = [
         _begin(source),
         "\n".join([*facts, f"- raw figures: [{source}]({source})"]),
         *(table.markdown() for table in tables(raw)),
-        *_remarks(raw),
+        *map(plain, _remarks(raw)),
         *pictures,
         _END,
     ]

@@ -30,8 +30,16 @@ class Table:
 
     def markdown(self) -> str:
         rule = ["---"] + ["--:"] * (len(self.header) - 1)
-        body = ["| " + " | ".join(line) + " |" for line in (self.header, rule, *self.rows)]
+        lines = [
+            [plain(cell).replace("|", r"\|") for cell in line] for line in (self.header, rule, *self.rows)
+        ]
+        body = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([f"**{self.title}**", "", *body])
+
+
+def plain(text: str) -> str:
+    """A text that may hold anything as a part of a line of Markdown: without line ends and comments."""
+    return " ".join(text.split()).replace("<!--", "&lt;!--")
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
