@@ -43,6 +43,13 @@ def test_turns_that_merge_with_the_template_are_left_out(tokenizer):
     assert left_out == {"turn merges with the template": 1}
 
 
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+def test_line_ends_of_unicode_inside_a_turn_do_not_end_its_line(tmp_path, end):
+    path = tmp_path / "turns.jsonl"
+    path.write_text(f'{{"prompt": "a{end}b"}}\r\n{{"prompt": "c"}}\n', encoding="utf-8-sig", newline="")
+    assert read_turns(path) == [f"a{end}b", "c"]
+
+
 def test_lines_of_every_kind_give_their_first_user_turn(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(

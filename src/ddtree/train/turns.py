@@ -43,7 +43,7 @@ def read_turns(path: Path) -> list[str]:
         ConfigError: the file cannot be read or holds no turn, or a line is none of these; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"--prompts {path} cannot be read ({why}): give a file of JSON lines") from error
