@@ -22,10 +22,9 @@ import numpy as np
 
 from ddtree.bench.prompts import read
 from ddtree.drafters import Drafter, parts_of
-from ddtree.drafters.dflash import PLAIN
 from ddtree.drafters.loading import load_drafter
 from ddtree.engine import Engine
-from ddtree.noise import Noise
+from ddtree.noise import PLAIN, Noise
 from ddtree.pretrained import load_causal_lm
 from ddtree.prompts import encode
 from ddtree.sampling import SamplingParams

@@ -13,10 +13,11 @@ import tiny
 from ddtree.cache import KVCache
 from ddtree.drafters import DraftRow, checkpoint
 from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import PLAIN, DFlash, load
+from ddtree.drafters.dflash import DFlash, load
 from ddtree.drafters.dflash_net import DFlashNet
 from ddtree.engine import Engine
 from ddtree.errors import ConfigError
+from ddtree.noise import PLAIN
 from ddtree.sampling import Noise, SamplingParams
 from ddtree.stats import Clock
 from ddtree.target import Target

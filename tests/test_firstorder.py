@@ -10,7 +10,7 @@ import tiny
 import wellformed
 from ddtree.drafters import DraftRow, tables
 from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import DFlash, drawn
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.firstorder import FirstOrder
 from ddtree.drafters.heads.markov import Markov
 from ddtree.drafters.heads.treeflash import TreeFlash
@@ -79,7 +79,7 @@ def best_paths(drafter, row, coupling=(0.0, 1.0)):
         previous = torch.tensor([[row.tokens[-1], *path]])
         own = drafter.head(backbone, states[:, :depth], previous)[0, -1].log_softmax(-1)
         if row.noise is not None:
-            noise = drawn(row, depth, backbone.draft_ids)[-1]
+            noise = drafter.noise(row, depth)[-1]
             own = couple(own, noise, coupling[0] * row.temperature, coupling[1])
         return zip(backbone.tokens(torch.arange(len(own))).tolist(), own.tolist(), strict=True)
 

@@ -6,8 +6,9 @@ import torch
 import tiny
 from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import PLAIN, DFlash
+from ddtree.drafters.dflash import DFlash
 from ddtree.errors import ConfigError
+from ddtree.noise import PLAIN
 from ddtree.sampling import Noise
 from ddtree.target import Target
 from ddtree.train.coupling import _Traces, fit_coupling, fit_traces

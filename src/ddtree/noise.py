@@ -188,6 +188,10 @@ class Noise:
         return out.to(self.device)
 
 
+PLAIN = (0.0, 1.0)
+"""The coupling that leaves a drafter's distribution as it is."""
+
+
 def couple(logq: Tensor, gumbel: Tensor, beta: float, kappa: float) -> Tensor:
     """Rank a drafter's candidates by their chance to win under the noise that the target will use.
 

@@ -10,9 +10,9 @@ from typing import Any
 from ddtree.bench.answers import Answer
 from ddtree.bench.cells import Cell
 from ddtree.drafters import parts_of
-from ddtree.drafters.dflash import PLAIN
 from ddtree.drafters.merged import Merged
 from ddtree.engine import Engine
+from ddtree.noise import PLAIN
 from ddtree.sampling import SamplingParams
 
 _WIDTHS = sorted({round(2 ** (step / 4)) for step in range(41)})

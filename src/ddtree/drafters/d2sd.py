@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import PLAIN, drawn, width_of
+from ddtree.drafters.block import BlockDrafter, width_of
 from ddtree.errors import ConfigError
-from ddtree.noise import couple
+from ddtree.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, best_first, grow, merge, prune
 from ddtree.tree.costs import ABSENT, cheapest, costs_of
@@ -21,7 +21,7 @@ _WIDTH = (
 )
 
 
-class D2SD:
+class D2SD(BlockDrafter):
     """Drafts twice with a DFlash network (D2SD, arXiv 2606.04446), and makes one tree of both passes.
 
     The first pass is DFlash's. At a prefix that it holds likely and whose next token it is unsure of, a drafter goes
@@ -65,14 +65,10 @@ class D2SD:
                 f"the second pass reads layers {list(second.feature_layers)} and the first "
                 f"{list(backbone.feature_layers)}: give networks over the same features"
             )
-        couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
-        self.name = name
-        self.backbone = backbone
+        super().__init__(backbone, name, coupling)
         self.second = second or backbone
         self.branches = branches
         self.trees = trees
-        self.coupling = coupling
-        self.feature_layers = backbone.feature_layers
         self.max_depth = max(self.backbone.depth, self.second.depth)
         self._backbones = [backbone] if second is None else [backbone, second]
 
@@ -113,13 +109,8 @@ class D2SD:
     def _best(self, backbone: Backbone, rows: list[DraftRow], states: Tensor, width: int) -> _Marginals:
         """The likeliest tokens of the slots of blocks [R, K, L, H]."""
         logprobs = backbone.logits(backbone.norm(states)).log_softmax(dim=-1)
-        beta, kappa = self.coupling
-        for index, row in enumerate(rows):
-            depth = min(row.depth, logprobs.shape[2])
-            if self.coupling != PLAIN and row.noise is not None and depth > 0:
-                own = logprobs[index, :, :depth]
-                # In terms of temperature * g, as DFlash couples.
-                own.copy_(couple(own, drawn(row, depth, backbone.draft_ids), beta * row.temperature, kappa))
+        for row, own in zip(rows, logprobs, strict=True):
+            self.couple(row, own)
         best = logprobs.topk(min(width, backbone.size), dim=-1)
         return _Marginals(backbone.tokens(best.indices), best.values)
 

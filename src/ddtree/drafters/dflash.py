@@ -11,15 +11,14 @@ from torch import Tensor
 
 from ddtree.drafters import DraftRow, checkpoint
 from ddtree.drafters.backbone import Backbone
-from ddtree.noise import couple
+from ddtree.drafters.block import BlockDrafter, width_of
+from ddtree.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.target import Target
 from ddtree.tree import DraftTree, best_first
 
-PLAIN = (0.0, 1.0)
 
-
-class DFlash:
+class DFlash(BlockDrafter):
     """Drafts with a DFlash network (arXiv 2602.06036), as a chain or as DDTree's tree (arXiv 2604.12989).
 
     Args:
@@ -33,24 +32,10 @@ class DFlash:
     def __init__(
         self, backbone: Backbone, *, coupling: tuple[float, float] = PLAIN, name: str = "dflash"
     ) -> None:
-        couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
-        self.name = name
-        self.backbone = backbone
-        self.feature_layers = backbone.feature_layers
-        self.max_depth = backbone.depth
-        self.coupling = coupling
+        super().__init__(backbone, name, coupling)
         self.trace: Callable[[DraftRow, Tensor], None] | None = None
         """Called with each row and its marginals' log-probabilities [L, Vd] before coupling; they are overwritten
         afterwards, so keep a copy."""
-
-    def add_row(self) -> None:
-        self.backbone.add_row()
-
-    def drop_row(self, row: int) -> None:
-        self.backbone.drop_row(row)
-
-    def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
-        self.backbone.observe(row, features)
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
@@ -78,40 +63,10 @@ class DFlash:
         if self.trace is not None:
             for row, own in zip(rows, logprobs, strict=True):
                 self.trace(row, own)
-        self._couple(rows, logprobs)
+        for row, own in zip(rows, logprobs, strict=True):
+            self.couple(row, own)
         best = logprobs.topk(min(width, backbone.size), dim=-1)
         return backbone.tokens(best.indices), best.values
-
-    def _couple(self, rows: list[DraftRow], logprobs: Tensor) -> None:
-        """Replace the log-probabilities of sampling rows by their chances under the row's noise.
-
-        The target picks argmax(log p / T + g), which is argmax(log p + T * g): in that form the drafter's error, and
-        so the fitted kappa, do not depend on the temperature.
-        """
-        beta, kappa = self.coupling
-        if self.coupling == PLAIN:
-            return
-        for index, row in enumerate(rows):
-            if row.noise is None or row.depth == 0:
-                continue
-            noise = drawn(row, row.depth, self.backbone.draft_ids)
-            own = logprobs[index, : row.depth]
-            own.copy_(couple(own, noise, beta * row.temperature, kappa))
-
-
-def width_of(row: DraftRow) -> int:
-    """Candidates that a row's tree can use at a depth."""
-    if row.depth == 0 or row.budget == 0:
-        return 0
-    return 1 if row.chain else row.budget
-
-
-def drawn(row: DraftRow, depth: int, draft_ids: Tensor | None) -> Tensor:
-    """A sampling row's noise float32 [depth, Vd] at the positions of depths 1..depth, of the draft vocabulary."""
-    assert row.noise is not None
-    # Whole rows are drawn, because verification reads the same ones.
-    full = [row.noise.gumbel(len(row.tokens) + place) for place in range(depth)]
-    return torch.stack(full if draft_ids is None else [own[draft_ids] for own in full])
 
 
 def load(name: str | os.PathLike[str], target: Target) -> DFlash:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import PLAIN, drawn, width_of
+from ddtree.drafters.block import HeadDrafter, width_of
 from ddtree.drafters.heads import Trunk, domino
 from ddtree.errors import ConfigError
-from ddtree.noise import couple
+from ddtree.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, DraftTree, grow, prune
 
 _TINY = 1e-30
 
 
-class Domino:
+class Domino(HeadDrafter):
     """Drafts with a DFlash network and Domino's head (arXiv 2605.29707), as a chain or as DARTree's tree (2608.13524).
 
     The backbone runs once. The head then corrects its marginals for every branch, level by level: each level's
@@ -72,28 +70,11 @@ class Domino:
                 f"the head is made for hidden size {head.hidden_size} and {head.size} draft tokens, the backbone has "
                 f"{hidden} and {backbone.size}: give the head that was trained on this backbone"
             )
-        couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
-        self.name = name
-        self.backbone = backbone
-        self.head = head.to(backbone.device, backbone.dtype).eval()
-        self.feature_layers = backbone.feature_layers
-        self.max_depth = backbone.depth
+        super().__init__(backbone, head, name, coupling)
+        self.head = head
         self.beta = beta
         self.width = width
         self.candidates = candidates
-        self.coupling = coupling
-        self.trace: Callable[[DraftRow, Callable[[Tensor], Tensor]], None] | None = None
-        """Called with each row and a function that gives the log-probabilities [n, Vd], before coupling, of depths
-        1..n after the tokens int64 [n], the bonus token first, of any path."""
-
-    def add_row(self) -> None:
-        self.backbone.add_row()
-
-    def drop_row(self, row: int) -> None:
-        self.backbone.drop_row(row)
-
-    def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
-        self.backbone.observe(row, features)
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
@@ -103,25 +84,13 @@ class Domino:
             return DraftTree.root(bonus, backbone.device)
         depth = min(max(row.depth for row in rows), self.max_depth)
         states = backbone.states(bonus, depth)
-        if self.trace is not None:
-            for row, own in zip(rows, states, strict=True):
-                self.trace(row, self._view(own))
+        self.tell(self.head, rows, states)
         paths = self._paths(rows, states, most)
         width = min(self.width, most)
         tree = grow(bonus, paths, width, depth, keep=most, device=backbone.device)
         with clock("build"):
             budgets, depths = [row.budget for row in rows], [row.depth for row in rows]
             return prune(tree, budgets, self.beta, depths)
-
-    def _view(self, states: Tensor) -> Callable[[Tensor], Tensor]:
-        """The head's log-probabilities along a path, of states [L, H]; see `trace`."""
-
-        def logprobs(previous: Tensor) -> Tensor:
-            own = states[None, : len(previous)]
-            with torch.inference_mode():
-                return self.head(self.backbone, own, previous[None].to(own.device))[0].log_softmax(dim=-1)
-
-        return logprobs
 
     def _paths(self, rows: list[DraftRow], states: Tensor, most: int) -> _Paths:
         """What the head needs of states [R, L, H], of which trees take at most so many children of a prefix."""
@@ -154,20 +123,12 @@ class Domino:
         A corrected token's score under the noise is (log q + correction + beta * g) / kappa, so that the correction
         of a coupled row counts 1 / kappa. Returns that factor [R]; None when it is 1 for all.
         """
-        beta, kappa = self.coupling
-        coupled = [self.coupling != PLAIN and row.noise is not None and row.depth > 0 for row in rows]
-        if not any(coupled):
+        if not any(map(self.couples, rows)):
             return None
-        for index, row in enumerate(rows):
-            if coupled[index]:
-                depth = min(row.depth, logprobs.shape[1])
-                own = logprobs[index, :depth]
-                # In terms of temperature * g, as DFlash couples.
-                own.copy_(
-                    couple(own, drawn(row, depth, self.backbone.draft_ids), beta * row.temperature, kappa)
-                )
+        for row, own in zip(rows, logprobs, strict=True):
+            self.couple(row, own)
         return torch.tensor(
-            [1 / kappa if one else 1.0 for one in coupled],
+            [1 / self.coupling[1] if self.couples(row) else 1.0 for row in rows],
             dtype=self.head.outer.dtype,
             device=logprobs.device,
         )

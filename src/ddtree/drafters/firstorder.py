@@ -10,17 +10,14 @@ from torch import Tensor
 
 from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import PLAIN, drawn, width_of
+from ddtree.drafters.block import HeadDrafter, width_of
 from ddtree.drafters.heads import Head
 from ddtree.drafters.heads.markov import Markov
 from ddtree.drafters.tables import first_order
 from ddtree.errors import ConfigError
-from ddtree.noise import couple
+from ddtree.noise import PLAIN, couple
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree, grow, prune
-
-View = Callable[[Tensor], Tensor]
-"""int64 [n] -> float32 [n, Vd]: log-probabilities of depths 1..n after the tokens given, the bonus token first."""
 
 # Children of a prefix that can be told apart; a tree hardly ever takes as many.
 _MOST_CHILDREN = 64
@@ -28,7 +25,7 @@ _MOST_CHILDREN = 64
 _LEAST_GUESSES = 4
 
 
-class FirstOrder:
+class FirstOrder(HeadDrafter):
     """Drafts with a backbone's block and a head that knows each token's predecessor.
 
     The tree is the best-first tree of the head's path scores: a budget of B nodes needs no more than the B best
@@ -60,28 +57,12 @@ class FirstOrder:
         predecessors: int | None = None,
         confident: bool = False,
     ) -> None:
-        couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
+        super().__init__(backbone, head, name, coupling)
         if confident and not (isinstance(head, Markov) and head.confidence_proj is not None):
             raise ConfigError(f"this {head.kind} head has no confidence head: drop confident=True")
-        self.name = head.kind if name is None else name
-        self.backbone = backbone
-        self.head = head.to(backbone.device, backbone.dtype).eval()
-        self.feature_layers = backbone.feature_layers
-        self.max_depth = backbone.depth
-        self.coupling = coupling
-        self.trace: Callable[[DraftRow, View], None] | None = None
-        """Called with each row and the head's view of any path, before coupling: also of the one then accepted."""
+        self.head = head
         self._predecessors = predecessors
         self._confidence = cast(Markov, self.head).confidence if confident else None
-
-    def add_row(self) -> None:
-        self.backbone.add_row()
-
-    def drop_row(self, row: int) -> None:
-        self.backbone.drop_row(row)
-
-    def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
-        self.backbone.observe(row, features)
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
@@ -91,9 +72,7 @@ class FirstOrder:
         if width == 0:
             return DraftTree.root(bonus, backbone.device)
         states = backbone.states(bonus, depth)
-        if self.trace is not None:
-            for row, own in zip(rows, states, strict=True):
-                self.trace(row, self._view(own))
+        self.tell(self.head, rows, states)
         budget = max(row.budget for row in rows)
         guesses = max(budget, _LEAST_GUESSES * (depth - 1))
         chains = torch.tensor([row.chain for row in rows], device=backbone.device)
@@ -118,10 +97,9 @@ class FirstOrder:
     def _coupled(self, rows: list[DraftRow]) -> Callable[[int, Tensor, Tensor], Tensor] | None:
         """Log-probabilities of sampling rows become chances under the row's noise, as in `DFlash`."""
         beta, kappa = self.coupling
-        sampling = {i: row for i, row in enumerate(rows) if row.noise is not None and row.depth > 0}
-        if self.coupling == PLAIN or not sampling:
+        noises = {i: self.noise(row, row.depth) for i, row in enumerate(rows) if self.couples(row)}
+        if not noises:
             return None
-        noises = {i: drawn(row, row.depth, self.backbone.draft_ids) for i, row in sampling.items()}
 
         def adjust(index: int, places: Tensor, logprobs: Tensor) -> Tensor:
             if index not in noises:
@@ -131,12 +109,3 @@ class FirstOrder:
             return couple(logprobs, within, beta * rows[index].temperature, kappa)
 
         return adjust
-
-    def _view(self, states: Tensor) -> View:
-
-        def logprobs(previous: Tensor) -> Tensor:
-            own = states[None, : len(previous)]
-            with torch.inference_mode():
-                return self.head(self.backbone, own, previous[None].to(own.device))[0].log_softmax(dim=-1)
-
-        return logprobs

@@ -14,12 +14,11 @@ from ddtree.drafters.backoff import Index, successors
 from ddtree.drafters.ngrams import MAX_ORDER, NgramTable
 from ddtree.drafters.ondemand import Children, Nodes, grow_on_demand, stacked
 from ddtree.errors import CheckpointError, ConfigError
-from ddtree.noise import Noise, couple
+from ddtree.noise import PLAIN, Noise, couple
 from ddtree.rows import drop_row
 from ddtree.stats import Clock
 from ddtree.tree import MAX_DEPTH, DraftTree
 
-PLAIN = (0.0, 1.0)
 _MEAN_GUMBEL = 0.5772
 
 

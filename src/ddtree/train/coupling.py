@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from ddtree.drafters import DraftRow
-from ddtree.drafters.dflash import PLAIN, DFlash
+from ddtree.drafters.block import View
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.domino import Domino
-from ddtree.drafters.firstorder import FirstOrder, View
+from ddtree.drafters.firstorder import FirstOrder
 from ddtree.engine import Engine
 from ddtree.errors import ConfigError
+from ddtree.noise import PLAIN
 from ddtree.sampling import GREEDY_BELOW, SamplingParams
 from ddtree.target import Target
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ddtree.drafters.checkpoint import read
-from ddtree.drafters.dflash import PLAIN, backbone_of
+from ddtree.drafters.dflash import backbone_of
 from ddtree.drafters.domino import Domino
 from ddtree.drafters.firstorder import FirstOrder
 from ddtree.drafters.heads import Head
@@ -20,6 +20,7 @@ from ddtree.drafters.heads.files import write_head
 from ddtree.drafters.heads.registry import KINDS, create
 from ddtree.drafters.loading import with_head
 from ddtree.errors import CheckpointError, ConfigError
+from ddtree.noise import PLAIN
 from ddtree.target import Target
 from ddtree.train import export as exporting
 from ddtree.train.data import Corpus

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.checkpoint import write
-from ddtree.drafters.dflash import PLAIN, DFlash
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.domino import Domino
 from ddtree.drafters.firstorder import FirstOrder
 from ddtree.drafters.ngram_counts import build_table
 from ddtree.errors import ConfigError
+from ddtree.noise import PLAIN
 from ddtree.progress import ProgressLine
 from ddtree.target import Target
 from ddtree.train import export as exporting
