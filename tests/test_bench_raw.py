@@ -219,6 +219,18 @@ def test_a_line_of_other_types_is_named(tmp_path, changes, named):
         read(path)
 
 
+@pytest.mark.parametrize("name", ["rounds", "nodes", "seconds", "accepted_depth"])
+def test_a_line_that_lacks_what_tables_are_made_of_is_named(tmp_path, name):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    every = lines(path)
+    record = json.loads(every[2])
+    del record[name]
+    path.write_text("".join([*every[:2], json.dumps(record) + "\n", *every[3:]]))
+    with pytest.raises(ConfigError, match=f"line 3 is not of a file of figures .KeyError: '{name}'"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("part", "changes", "named"),
     [

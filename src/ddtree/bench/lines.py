@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 _NUMBER = (int, float)
-_OPTIONAL = {"rounds": int, "nodes": int, "accepted_depth": dict, "seconds": dict}
 _GROUP = {"id": str, "temperature": _NUMBER, "turn": int}
 _RUN = {
     **_GROUP,
@@ -16,6 +15,10 @@ _RUN = {
     "tokens": int,
     "total_s": _NUMBER,
     "decode_s": _NUMBER,
+    "rounds": int,
+    "nodes": int,
+    "accepted_depth": dict,
+    "seconds": dict,
     "verdict": dict,
 }
 _DIFFERENT = {"at": int, "gap": (*_NUMBER, type(None)), "noise": _NUMBER}
@@ -49,9 +52,8 @@ def header(record: dict[str, Any]) -> None:
 def run(record: dict[str, Any]) -> None:
     """Likewise."""
     _holds(record, _RUN)
-    _holds(record, {name: kind for name, kind in _OPTIONAL.items() if name in record})
-    _all("seconds", list(record.get("seconds", {}).values()), _NUMBER)
-    depths = record.get("accepted_depth", {})
+    _all("seconds", list(record["seconds"].values()), _NUMBER)
+    depths = record["accepted_depth"]
     _all("accepted_depth", [*map(int, depths), *depths.values()], int)
     verdict = record["verdict"]
     if verdict["kind"] not in _KINDS:

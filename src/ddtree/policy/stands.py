@@ -57,7 +57,9 @@ class TargetStand:
         self._cache.add_row()
         longest = min(longest, target.max_context - MAX_DEPTH - 2)
         if longest < 2:
-            raise ConfigError(f"a context of {target.max_context} tokens is too short to calibrate")
+            raise ConfigError(
+                f"a context of {target.max_context} tokens is too short to calibrate: give {MAX_DEPTH + 4} or more"
+            )
         tokens: list[int] = []
         features: list[Tensor] = []
         wanted = uneven_tokens(longest, target.vocab_size)
