@@ -262,7 +262,9 @@ def test_contexts_are_cut_to_the_target_s(tiny_model):
 
 
 def test_a_context_too_short_is_named(tiny_model):
-    with pytest.raises(ConfigError, match="a context of 16 tokens is too short to calibrate: give 20 or more"):
+    with pytest.raises(
+        ConfigError, match="a context of 16 tokens is too short to calibrate: give 20 or more"
+    ):
         measure.calibrate(Target(tiny_model, max_context=16), **GRID)
     assert measure.calibrate(Target(tiny_model, max_context=20), **GRID).points
 

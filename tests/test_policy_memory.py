@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import ddtree
 import talker
@@ -99,6 +100,11 @@ def test_counts_are_not_those_of_another_drafter_or_target_of_the_same_shape(tar
     assert file == memory.cached(store.key(*target_and_drafter(0, 0)))
     assert file != memory.cached(store.key(*target_and_drafter(5, 0)))
     assert file != memory.cached(store.key(*target_and_drafter(0, 5)))
+    for weight in drafter.backbone.network.parameters():
+        with torch.no_grad():
+            weight.add_(0.125)
+            assert file != memory.cached(store.key(target, drafter))
+            weight.sub_(0.125)
 
 
 def test_a_closed_model_keeps_what_auto_has_learnt(tmp_path):

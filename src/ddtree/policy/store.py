@@ -23,7 +23,7 @@ Key = dict[str, Any]
 """What a measurement holds for: plain JSON values."""
 
 _LONGEST = 512  # tokens of context; the time of longer ones is told from shorter ones
-_SAMPLED, _VALUES = 32, 64
+_VALUES = 16  # of each weight, by which networks of one shape are told apart
 
 # Parts of a configuration that no forward pass depends on.
 _IDLE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
@@ -130,13 +130,9 @@ def _networks(drafter: Any) -> list[torch.nn.Module]:
 
 
 def _sample(networks: list[torch.nn.Module]) -> str:
-    """A short name of a few values of some weights of each network."""
-    values = []
-    for network in networks:
-        weights = [weight for weight in network.parameters() if not weight.is_meta]
-        for weight in weights[:: max(1, len(weights) // _SAMPLED)]:
-            values.append(weight.detach().reshape(-1)[:_VALUES].float().tolist())
-    return digest(values)
+    """A short name of a few values of each weight."""
+    weights = (weight for network in networks for weight in network.parameters() if not weight.is_meta)
+    return digest([weight.detach().reshape(-1)[:_VALUES].float().tolist() for weight in weights])
 
 
 def _timed(wanted: Key) -> Key:
