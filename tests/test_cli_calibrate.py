@@ -9,6 +9,8 @@ import pytest
 import talker
 from ddtree.cli import main
 from ddtree.engine import Engine
+from ddtree.policy import measure
+from ddtree.policy.curve import Sample
 from ddtree.policy.latency import LatencyModel
 
 SHORT = ["--rows", "1", "--contexts", "8", "--widths", "1", "2", "--turns", "1"]
@@ -120,12 +122,24 @@ def kept(out):
     return json.loads(Path(re.search(r"acceptance kept in (.*)", out)[1]).read_text())["arms"]
 
 
+@pytest.fixture
+def cheap(monkeypatch):
+    """A machine on which nodes cost nothing, so that there is always something to learn."""
+    points = [Sample(width, 1, 8, 1.0) for width in (1, 2, 9, 17)]
+    drafts = {"lookup": [Sample(width, 1, 8, 1e-6) for width in (2, 9, 17)]}
+    monkeypatch.setattr(
+        measure, "calibrate", lambda *_, **__: LatencyModel.fit(points, drafts, machine={"device": "a dream"})
+    )
+
+
+@pytest.mark.usefixtures("cheap")
 def test_prompts_too_long_to_learn_from_are_passed_over(run, tmp_path):
     code, out, err = run(*SHORT, "--learn", "--prompts", prompts(tmp_path, "abcabc" * 2000, "abcabcabc"))
     assert code == 0, err
     assert kept(out)
 
 
+@pytest.mark.usefixtures("cheap")
 def test_what_was_learnt_before_an_interruption_is_kept(run, tmp_path, monkeypatch):
     plain, asked = Engine.add, []
 
