@@ -64,10 +64,11 @@ def main() -> None:
     timer.watch(engine.target.model, "forward")
     for drafter in drafters:
         if hasattr(drafter, "backbone"):
-            # What a drafter's pass consists of: features to context, the block, the head.
+            # What a drafter's pass consists of: features to context, the block, norm and head.
             for name in ("context", "inject", "block", "logits"):
                 timer.watch(drafter.backbone.network, name)
-            timer.watch(drafter.backbone, "_head")
+            for name in ("norm", "_head"):
+                timer.watch(drafter.backbone, name)
     rounds: dict[tuple[int, float], list[tuple[float, float]]] = defaultdict(list)
     parts: dict[tuple[int, float], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for turn in range(args.turns):

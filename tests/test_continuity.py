@@ -8,7 +8,7 @@ import torch
 
 import tiny
 import wellformed
-from ddtree.drafters import DraftRow
+from ddtree.drafters import DraftRow, continuity
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.backoff import Index, successors
 from ddtree.drafters.continuity import Continuity
@@ -21,6 +21,11 @@ from ddtree.stats import Clock
 from ddtree.target import Target
 
 DEPTH, WEIGHT = 5, 0.75
+
+
+@pytest.fixture(autouse=True)
+def the_whole_vocabulary_is_looked_at(monkeypatch):
+    monkeypatch.setattr(continuity, "_LEAST", tiny.VOCAB)
 
 
 @pytest.fixture(scope="module")

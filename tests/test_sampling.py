@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
+from ddtree import sampling
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.noise import Noise
 from ddtree.sampling import Sampler, SamplingParams
@@ -415,3 +416,32 @@ def test_works_inside_and_outside_of_inference_mode() -> None:
         with torch.inference_mode(step % 2 == 0):
             prefix.append(sampler.choose(target(prefix), prefix))
     assert prefix == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_highest_score_is_found_among_any_signs_and_ties(dtype):
+    """In half precision it is found by the numbers' bits."""
+    generator = torch.Generator().manual_seed(0)
+    cases = [
+        torch.randn(50, generator=generator).mul(scale).add(shift)
+        for scale in (1, 100)
+        for shift in (0, -500)
+    ]
+    cases += [
+        torch.zeros(5),
+        -torch.zeros(5),
+        torch.tensor([-0.0, 0.0, -1.0]),
+        torch.tensor([-2.0, -1.0, -1.0]),
+    ]
+    cases += [torch.tensor([1.0, 3.0, 3.0]), torch.full((4,), float("-inf"))]
+    for scores in cases:
+        own = scores.to(dtype)
+        token, value = sampling._highest(own)
+        assert value == float(own.float().max())
+        assert token == own.float().tolist().index(value)
+    for sign in (1.0, -1.0):
+        nan = torch.tensor(float("nan")).copysign(torch.tensor(sign))
+        token, value = sampling._highest(
+            torch.stack([torch.tensor(1.0), nan, torch.tensor(math.inf)]).to(dtype)
+        )
+        assert token == 1 and value != value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from ddtree.drafters import Drafter, DraftRow
@@ -16,7 +17,7 @@ from ddtree.errors import ConfigError
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, DraftTree
 
-_LEAST = 64  # candidates a depth that a network's marginals are asked for at the least
+_LEAST = 32  # candidates a depth that a network's marginals are asked for at the least
 _ROOM = 2  # nodes of another drafter's tree for each that is wanted: the mix ranks them anew
 
 
@@ -31,7 +32,8 @@ class Continuity(Merged):
     where s is the n-grams' probability of it, e the sum of s over all tokens they know there, which is how much they
     have seen, and q the network's. Scores stay probabilities: those of siblings sum to at most 1.
 
-    The tree is the best one under the mix when the network is a `DFlash`. Another drafter's q is taken from its own
+    The tree is the best one under the mix when the network is a `DFlash`, of which the likeliest tokens of a depth are
+    looked at: as many as there are nodes, and 32 at least. Another drafter's q is taken from its own
     tree: where a path has left it, the n-grams go on alone.
 
     Args:
@@ -50,7 +52,7 @@ class Continuity(Merged):
         self.network = network
         self.lookup = lookup
         self.weight = weight
-        self._asked: list[tuple[DraftRow, _Guide | None]] | None = None
+        self._asked: list[tuple[DraftRow, int, _Guide | None]] | None = None
 
     @property
     def proposals(self) -> list[tuple[str, DraftTree]]:
@@ -58,7 +60,9 @@ class Continuity(Merged):
         if self._asked is None:
             return super().proposals
         trees: tuple[list[Nodes], list[Nodes]] = ([], [])
-        for index, (row, guide) in enumerate(self._asked):
+        for index, (asked, length, guide) in enumerate(self._asked):
+            # The row's text has gone on growing.
+            row = replace(asked, tokens=asked.tokens[:length])
             guess = self.lookup.guess(index, row) if _drafts(row, self.lookup) else None
             own = None if guide is None else guide.afresh()
             for place, mix in enumerate((_Mix(own, None, 1.0), _Mix(None, guess, 1.0))):
@@ -76,10 +80,7 @@ class Continuity(Merged):
         if not any(both):
             return super().draft(rows, clock)
         guides = self._guides(rows, clock)
-        # The rows' texts go on growing before the drafters' own trees are asked for.
-        self._asked = [
-            (replace(row, tokens=list(row.tokens)), guide) for row, guide in zip(rows, guides, strict=True)
-        ]
+        self._asked = [(row, len(row.tokens), guide) for row, guide in zip(rows, guides, strict=True)]
         self.lookup.follow(rows)
         with clock("build"):
             trees = []
@@ -91,10 +92,7 @@ class Continuity(Merged):
     def _guides(self, rows: list[DraftRow], clock: Clock) -> list[_Guide | None]:
         """What the network says of each row; None for a row that it does not draft for."""
         network = self.network
-        asked = [
-            row if _drafts(row, network) else replace(row, depth=0, budget=0)
-            for row in (replace(row, depth=min(row.depth, network.max_depth)) for row in rows)
-        ]
+        asked = [_asked_of(network, row) for row in rows]
         if isinstance(network, DFlash):
             width = max((max(row.budget, _LEAST) for row in asked if row.depth and row.budget), default=0)
             if not width:
@@ -103,7 +101,7 @@ class Continuity(Merged):
             with clock("build"):
                 columns = zip(tokens.tolist(), logprobs.exp().tolist(), asked, strict=True)
                 return [
-                    _Marginals(known, chances, row.depth) if row.depth else None
+                    _Marginals(known, chances, row.depth, max(row.budget, _LEAST)) if row.depth else None
                     for known, chances, row in columns
                 ]
         more = [replace(row, budget=min(_ROOM * row.budget, MAX_BUDGET)) for row in asked]
@@ -125,8 +123,9 @@ _NOTHING = _Likely([], {})
 class _Marginals:
     """Candidates that depend on the depth alone."""
 
-    def __init__(self, tokens: list[list[int]], chances: list[list[float]], depth: int) -> None:
+    def __init__(self, tokens: list[list[int]], chances: list[list[float]], depth: int, width: int) -> None:
         self._levels = list(zip(tokens[:depth], chances[:depth], strict=True))
+        self._width = width
         self._made: dict[int, _Likely] = {}
 
     def likely(self, nodes: Nodes, node: int) -> _Likely:
@@ -134,7 +133,8 @@ class _Marginals:
         if depth >= len(self._levels):
             return _NOTHING
         if depth not in self._made:
-            ranked = [pair for pair in zip(*self._levels[depth], strict=True) if pair[1] > 0]
+            pairs = zip(*self._levels[depth], strict=True)
+            ranked = [pair for pair in islice(pairs, self._width) if pair[1] > 0]
             self._made[depth] = _Likely(ranked, dict(ranked))
         return self._made[depth]
 
@@ -216,6 +216,12 @@ def _interleaved(
 
 def _chance(pair: tuple[int, float]) -> float:
     return pair[1]
+
+
+def _asked_of(network: Drafter, row: DraftRow) -> DraftRow:
+    if not _drafts(row, network):
+        return replace(row, depth=0, budget=0)
+    return row if row.depth <= network.max_depth else replace(row, depth=network.max_depth)
 
 
 def _drafts(row: DraftRow, part: Drafter) -> bool:

@@ -59,13 +59,17 @@ class DFlash(BlockDrafter):
         """
         backbone = self.backbone
         states = backbone.states([row.tokens[-1] for row in rows], max(row.depth for row in rows))
-        logprobs = backbone.logits(backbone.norm(states)).log_softmax(dim=-1)
+        logits, count = backbone.logits(backbone.norm(states)), min(width, backbone.size)
+        if self.trace is None and not any(map(self.couples, rows)):
+            best = logits.topk(count, dim=-1)
+            return backbone.tokens(best.indices), best.values - logits.logsumexp(dim=-1, keepdim=True)
+        logprobs = logits.log_softmax(dim=-1)
         if self.trace is not None:
             for row, own in zip(rows, logprobs, strict=True):
                 self.trace(row, own)
         for row, own in zip(rows, logprobs, strict=True):
             self.couple(row, own)
-        best = logprobs.topk(min(width, backbone.size), dim=-1)
+        best = logprobs.topk(count, dim=-1)
         return backbone.tokens(best.indices), best.values
 
 

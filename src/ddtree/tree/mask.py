@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ddtree.tree.draft_tree import DraftTree, in_use
 
-# Nodes of a tree up to which whole rows of the mask are copied faster than single places are marked.
-_SMALL = 160
+# Nodes of a tree up to which a row of the mask is one whole number, and those up to which whole rows are copied faster
+# than single places are marked.
+_TINY, _SMALL = 62, 160
 
 
 @torch.no_grad()
@@ -19,6 +20,8 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
     rows, nodes = tree.parents.shape
     if tree.parents.device.type != "cpu":
         return _on_device(tree)
+    if nodes <= _TINY:
+        return torch.from_numpy(_by_bits(tree))
     # Nodes are numbered through all rows.
     parents = (tree.parents.numpy() + np.arange(0, rows * nodes, nodes)[:, None]).ravel()
     if min(tree.sizes) < nodes:
@@ -28,6 +31,18 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
     deepest = int(tree.depths.numpy().max())
     build = _by_doubling if nodes <= _SMALL else _by_climbing
     return torch.from_numpy(build(parents, nodes, deepest).reshape(rows, nodes, nodes))
+
+
+def _by_bits(tree: DraftTree) -> NDArray[np.bool_]:
+    """Node i's ancestors and itself as the bits of a number: its parent's, and bit i."""
+    nodes = tree.parents.shape[1]
+    numbers = []
+    for parents, size in zip(tree.parents.tolist(), tree.sizes, strict=True):
+        seen = [1]
+        for node in range(1, size):
+            seen.append(seen[parents[node]] | 1 << node)
+        numbers.append(seen + [1 << node for node in range(size, nodes)])
+    return np.array(numbers, np.int64)[:, :, None] >> np.arange(nodes) & 1 == 1
 
 
 def _by_doubling(parents: NDArray[np.int64], nodes: int, deepest: int) -> NDArray[np.bool_]:
