@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tiny
+from ddtree import flips
 from ddtree.flips import first_flip
 from ddtree.noise import Noise
 from ddtree.target import Target
@@ -66,3 +67,14 @@ def test_a_shorter_text_is_never_a_near_tie(target: Target) -> None:
     flip = first_flip(target, PROMPT, ANSWER, ANSWER[:4])
     assert flip is not None and flip.index == 4
     assert math.isinf(flip.gap) and not flip.near_tie
+
+
+def test_a_choice_that_one_shape_of_the_forward_finds_a_near_tie_is_one(target: Target, monkeypatch) -> None:
+    """Logits about 34 lie 0.25 apart in bfloat16: a gap may be 0.17 in one shape and 0.42 in another."""
+    shapes = {"_one_at_a_time": 0.17, "_at_once": 0.42}
+    for name, gap in shapes.items():
+        logits = torch.zeros(3, target.vocab_size)
+        logits[:, 5], logits[:, 7] = 3.0 + gap, 3.0
+        monkeypatch.setattr(flips, name, lambda *_, logits=logits: logits)
+    flip = flips.first_flip(target, [1, 2, 3, 4], [5], [7])
+    assert flip is not None and flip.gap == pytest.approx(0.17, abs=1e-5)

@@ -28,7 +28,7 @@ class Flip:
     Attributes:
         index: of the first output token that differs.
         tokens: what each text has there.
-        gap: between the scores of the two tokens, the larger of those found with two shapes of the forward.
+        gap: between the scores of the two tokens, the smaller of those found with two shapes of the forward.
         noise: the most that the gap between the two best scores changed from one shape to the other, over the
             last positions up to there; at least the distance of neighbouring logits in the target's dtype.
     """
@@ -74,7 +74,7 @@ def first_flip(
         scale = temperature
         noise_there = Noise(seed, target.vocab_size, target.device).gumbel(len(prefix), pair[0])
         gaps = gaps + temperature * (noise_there[0] - noise_there[1])
-    return Flip(index, (one[index], other[index]), float(gaps.abs().max()) / scale, float(noise) / scale)
+    return Flip(index, (one[index], other[index]), float(gaps.abs().min()) / scale, float(noise) / scale)
 
 
 def _spacing(value: float, dtype: torch.dtype) -> float:
