@@ -229,3 +229,21 @@ def test_requests_of_other_depths_have_figures_of_their_own(model, prompts, gree
         engine.add(prompts[0], GREEDY, method="auto", budget="auto", depth=depth)
         run(engine)
     assert [group["depth"] for group in engine.policy.state()["groups"]] == [1, 3]
+
+
+def test_a_second_model_begins_with_the_arm_that_the_first_one_found(model, prompts, greedy):
+    def engine(acceptance):
+        drafters = Scripted(greedy, reach=4), Lookup(vocab_size=tiny.VOCAB)
+        return engine_with(model, Policy(latency(), acceptance), *drafters)
+
+    first = engine({})
+    for _ in range(6):
+        first.add(prompts[0], GREEDY, method="tree", budget="auto", members=("scripted",))
+        first.add(prompts[0], GREEDY, method="tree", budget="auto", members=("scripted", "lookup"))
+        run(first)
+    second = engine(first.policy.acceptance)
+    sequence = second.add(prompts[0], GREEDY, method="auto", budget="auto")
+    run(second)
+    assert sequence.output == greedy[0][len(prompts[0]) :]
+    (group,) = second.policy.state()["groups"]
+    assert group["arms"]["tree@scripted"]["tokens_per_second"] is not None

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from ddtree.policy.acceptance import Acceptance
 from ddtree.policy.arms import OFF, Arm, arms_for
 from ddtree.policy.controller import EXPLORATION, Controller, Figures, Made
 
@@ -89,6 +90,25 @@ def test_arms_that_are_alike_are_not_switched_back_and_forth():
     control = controller()
     play(control, 2000, {FULL: 3.4, DFLASH: 3.3, LOOKUP: 2.8})
     assert len(control.switches) <= 8
+
+
+def test_what_earlier_runs_learnt_is_begun_with_and_overruled_by_what_is_seen():
+    def known(tokens):
+        acceptance = Acceptance()
+        for _ in range(100):
+            acceptance.play(8, tokens)
+        return Acceptance.from_list(acceptance.as_list())
+
+    control = controller()
+    control.recall({FULL: known(3), DFLASH: known(1), LOOKUP: known(3)})
+    assert control.choose() == LOOKUP
+    played = play(control, 600, {FULL: 5.0, DFLASH: 4.9, LOOKUP: 1.1})
+    assert control.current in (FULL, DFLASH) and played[0] == LOOKUP
+    few = Acceptance()
+    few.play(8, 3)
+    control = controller()
+    control.recall({FULL: few, LOOKUP: few})
+    assert control.choose() == FULL
 
 
 def test_a_text_that_suits_the_arm_in_use_does_not_speak_for_the_others():

@@ -31,7 +31,7 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        # The first axis is the depth, 1..16 in use.
+        # The first axis is the depth. Depth 0, the root, counts rounds: their number, drafted nodes, accepted ones.
         self._seen = np.zeros((MAX_DEPTH + 1, _BINS))
         self._predicted = np.zeros_like(self._seen)
         self._accepted = np.zeros_like(self._seen)
@@ -41,7 +41,28 @@ class Acceptance:
 
     @property
     def seen(self) -> float:
-        return float(self._seen.sum())
+        return float(self._seen[1:].sum())
+
+    @property
+    def rounds(self) -> float:
+        """Rounds that were played, old ones in part."""
+        return float(self._seen[0, 0])
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of those rounds: accepted nodes + 1."""
+        return 1 + float(self._accepted[0, 0]) / max(self.rounds, 1.0)
+
+    @property
+    def nodes(self) -> float:
+        """Mean drafted nodes of those rounds."""
+        return float(self._predicted[0, 0]) / max(self.rounds, 1.0)
+
+    def play(self, nodes: int, accepted: int) -> None:
+        """A round was played: with so many drafted nodes, so many of them accepted."""
+        for column, learnt, value in zip(self._columns, self._learnt, (1, nodes, accepted), strict=True):
+            column[0, 0] += value
+            learnt[0, 0] += value
 
     def calibrated(self, logprobs: NDArray[np.float32], depths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Probabilities [...] that nodes of these log-probabilities [...] and depths [...] are accepted."""
@@ -68,7 +89,8 @@ class Acceptance:
         self._refresh()
 
     def as_list(self) -> list[list[float]]:
-        """The counts as plain JSON values, for `from_list`: depth, bin, nodes seen, predicted and accepted ones."""
+        """The counts as plain JSON values, for `from_list`: depth, bin, nodes seen, predicted and accepted ones; at
+        depth 0 rounds played, nodes drafted and accepted in them."""
         return [
             [int(depth), int(at), *(round(float(column[depth, at]), 3) for column in self._columns)]
             for depth, at in np.argwhere(self._seen > 0)
@@ -80,7 +102,8 @@ class Acceptance:
         acceptance = Acceptance()
         try:
             for depth, at, seen, predicted, accepted in rows:
-                if not (1 <= depth <= MAX_DEPTH and 0 <= at < _BINS and 0 <= accepted <= seen + 0.01):
+                sound = at == 0 if depth == 0 else 0 <= at < _BINS and accepted <= seen + 0.01
+                if not (0 <= depth <= MAX_DEPTH and sound):
                     raise ValueError(f"a bin holds {[depth, at, seen, predicted, accepted]}")
                 for column, value in zip(acceptance._columns, (seen, predicted, accepted), strict=True):
                     if not 0 <= value < float("inf"):

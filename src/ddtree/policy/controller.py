@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from ddtree.policy.acceptance import Acceptance
 from ddtree.policy.arms import OFF, Arm
 
 EXPLORATION = 0.03  # most rounds that go to another arm than the one in use
@@ -33,6 +34,7 @@ _TOLD_MEMORY = 512.0
 _TIMES, _TIMES_DOUBT = 25, 4.0  # rounds that an arm's slowness is the median of; those it is doubted against
 _HARDLY, _UNHEARD = 4, 1024  # times too few to know "off" by; rounds after which it is tried again
 _SWITCHES = 64
+_RECALLED = 32.0  # rounds that what earlier runs learnt counts for, and those that it must be known from
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,13 @@ class Figures:
         self._scatter = self._scatter * keep + (tokens - self.share * full) ** 2
         self.seen = self.seen * keep + 1
         self.nodes += (nodes - self.nodes) / min(self.seen, _LEVEL_MEMORY)
+
+    def recall(self, tokens: float, full: float, nodes: float) -> None:
+        """As if it had been compared in a few rounds that made so many tokens on average."""
+        self._own, self._full = _RECALLED * tokens, _RECALLED * full
+        self.share = tokens / full
+        self._scatter = _RECALLED * max(tokens - 1, 0.0)
+        self.seen, self.nodes = _RECALLED, nodes
 
     @property
     def error(self) -> float:
@@ -162,6 +171,18 @@ class Controller:
         self._levelled: int | None = None
         self._heard = 0
         self._lately: deque[float] = deque(maxlen=_DWELL)
+
+    def recall(self, known: Mapping[Arm, Acceptance]) -> None:
+        """Begin with what earlier runs have learnt of arms, the full one among them, as if of a few rounds."""
+        full = known.get(self._full)
+        if full is None or full.rounds < _RECALLED:
+            return
+        for arm, own in known.items():
+            if own.rounds >= _RECALLED:
+                self.figures[arm].recall(own.tokens, full.tokens, own.nodes)
+        self.level = self._career = full.tokens
+        self._levelled, self._heard = 0, int(_RECALLED)
+        self.current = max((arm for arm in self.figures if arm != OFF and self._known(arm)), key=self.speed)
 
     def choose(self) -> Arm:
         """The arm of the next round."""

@@ -180,6 +180,9 @@ class Policy:
             foretold = self._foretold(now, group.controller, mine, answers)
             expected = sum(now.expected[row] for row in mine) / len(mine) if now.expected else None
             group.controller.learn(arm, Made(tokens, nodes, expected), foretold)
+            if arm != OFF:
+                for row in mine:
+                    self._acceptance(arm, request).play(tree.sizes[row] - 1, len(paths[row]) - 1)
             if len(mine) == rows:
                 predicted = self.costs.round(width - 1, rows, now.context, arm.members, now.sampled)
                 group.controller.time(arm, sum(seconds[part] for part in _ROUND) / predicted)
@@ -236,6 +239,13 @@ class Policy:
         key = (request, load)
         if key not in self._groups:
             self._groups[key] = _Group(self, request)
+            self._groups[key].controller.recall(
+                {
+                    arm: known
+                    for arm in arms_for(request.method, request.members)
+                    if (known := self.acceptance.get(_named(arm, request))) is not None
+                }
+            )
         group = self._groups[key]
         group.rows, group.context = rows, context
         return group
@@ -250,8 +260,7 @@ class Policy:
         return values
 
     def _acceptance(self, arm: Arm, request: Request) -> Acceptance:
-        name = f"{arm}, {'sampled' if request.sampled else 'greedy'}"
-        return self.acceptance.setdefault(name, Acceptance())
+        return self.acceptance.setdefault(_named(arm, request), Acceptance())
 
     def _accept(self, now: _Round, tree: DraftTree, paths: Sequence[Sequence[int]]) -> None:
         if now.logprobs is None:
@@ -338,6 +347,11 @@ class _Round:
         rates = [group.controller.rate() for group in self.groups.values()]
         known = [rate for rate in rates if rate is not None]
         return sum(known) / len(known) * len(self.requests) if len(known) == len(rates) else None
+
+
+def _named(arm: Arm, request: Request) -> str:
+    """What an arm's acceptance goes by: noise makes another drafter of it."""
+    return f"{arm}, {'sampled' if request.sampled else 'greedy'}"
 
 
 def _names(arms: Any) -> list[str]:
