@@ -58,7 +58,7 @@ def plain(normed, vocabulary, objective):
                     found.append((slot - known, hard, -(teacher * logq).sum()))
             survival, reached = 1.0, []
             for _, hard, _ in found:
-                probability = 0.0 if hard is None else float(torch.exp(-hard))
+                probability = 0.0 if hard is None else float(torch.exp(-hard).detach())
                 survival *= (1 - objective.alpha) * probability + objective.alpha
                 reached.append(survival)
             for index, (distance, hard, soft) in enumerate(found):
