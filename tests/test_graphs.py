@@ -18,7 +18,7 @@ def texts(family, padded, rows, monkeypatch):
     model = tiny.model(family)
     target = Target(model)
     if padded:
-        target._graphs = Graphs(target._run, target.dtype, record=False)
+        target._graphs = Graphs(target.run, target.dtype, record=False)
     monkeypatch.setattr(cache_module, "_FIRST_TOKENS", 64)
     engine = Engine(target, tiny.drafter("merged", model))
     sequences = [
@@ -48,7 +48,7 @@ def test_padding_is_less_than_half_of_a_pass():
 
 def test_a_new_set_of_features_is_gathered_at_once():
     target = Target(tiny.model(), feature_layers=(0,))
-    target._graphs = Graphs(target._run, target.dtype, record=False)
+    target._graphs = Graphs(target.run, target.dtype, record=False)
     target.use_features((0, 1))
     cache = target.new_cache()
     cache.add_row()

@@ -48,17 +48,21 @@ def test_conversations_follow_the_template_and_the_limits(target, tmp_path):
         assert EOS not in conversation.answer[:-1]
 
 
+def greedy_choices(target, prefix, conversation):
+    """What the target's plain forward would have said along an answer."""
+    ids = torch.tensor([prefix + conversation.tokens.tolist()])
+    with torch.inference_mode():
+        best = target.model(input_ids=ids, use_cache=False).logits[0].argmax(-1)
+    return best[len(prefix) + conversation.answer_start - 1 : -1].tolist()
+
+
 def test_greedy_answers_are_the_targets_own(target, tmp_path):
     Synthesizer(target, TEMPLATE, tmp_path, CONFIG).run()
     prefix, conversations = shards(tmp_path)[0]
     greedy = [c for c in conversations if c.greedy]
     assert greedy
     for conversation in greedy:
-        ids = torch.tensor([prefix + conversation.tokens.tolist()])
-        with torch.inference_mode():
-            best = target.model(input_ids=ids, use_cache=False).logits[0].argmax(-1)
-        start = len(prefix) + conversation.answer_start
-        assert best[start - 1 : -1].tolist() == conversation.answer
+        assert greedy_choices(target, prefix, conversation) == conversation.answer
 
 
 def test_a_killed_run_taken_up_again_gives_the_same_shards(target, tmp_path):
@@ -166,11 +170,7 @@ def test_greedy_answers_to_given_turns_are_the_targets_own(talking, tmp_path):
     Synthesizer(talking, TEMPLATE, tmp_path, config, turns).run()
     [(prefix, conversations)] = shards(tmp_path)
     for conversation in conversations:
-        ids = torch.tensor([prefix + conversation.tokens.tolist()])
-        with torch.inference_mode():
-            best = talking.model(input_ids=ids, use_cache=False).logits[0].argmax(-1)
-        start = len(prefix) + conversation.answer_start
-        assert best[start - 1 : -1].tolist() == conversation.answer
+        assert greedy_choices(talking, prefix, conversation) == conversation.answer
 
 
 def test_given_turns_and_own_ones_do_not_mix_in_a_folder(talking, tmp_path):

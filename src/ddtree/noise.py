@@ -192,6 +192,14 @@ PLAIN = (0.0, 1.0)
 """The coupling that leaves a drafter's distribution as it is."""
 
 
+def check_coupling(beta: float, kappa: float) -> None:
+    """Raises ConfigError when beta or kappa is out of range."""
+    if not 0.0 <= beta < float("inf"):
+        raise ConfigError(f"beta must be finite and not negative, not {beta!r}")
+    if not 0.0 < kappa < float("inf"):
+        raise ConfigError(f"kappa must be finite and positive, not {kappa!r}")
+
+
 def couple(logq: Tensor, gumbel: Tensor, beta: float, kappa: float) -> Tensor:
     """Rank a drafter's candidates by their chance to win under the noise that the target will use.
 
@@ -212,9 +220,6 @@ def couple(logq: Tensor, gumbel: Tensor, beta: float, kappa: float) -> Tensor:
     Raises:
         ConfigError: beta or kappa is out of range.
     """
-    if not 0.0 <= beta < float("inf"):
-        raise ConfigError(f"beta must be finite and not negative, not {beta!r}")
-    if not 0.0 < kappa < float("inf"):
-        raise ConfigError(f"kappa must be finite and positive, not {kappa!r}")
+    check_coupling(beta, kappa)
     score = torch.add(logq.float(), gumbel, alpha=beta).div_(kappa)
     return torch.log_softmax(score, dim=-1)

@@ -129,7 +129,7 @@ class Target:
         self._hooks: list[Any] = []
         self._graphs = None
         if graphs and self.device.type == "cuda":
-            self._graphs = Graphs(self._run, self.dtype)
+            self._graphs = Graphs(self.run, self.dtype)
         self.feature_layers: tuple[int, ...] = ()
         self.use_features(feature_layers)
         if self.config.model_type not in TESTED:
@@ -220,15 +220,18 @@ class Target:
         lengths = cache.lengths[start:stop]
         positions = depths + torch.tensor(lengths, device=self.device)[:, None]
         seen = self._visibility(lengths, before, width, positions, visible)
-        forward = Forward(*self._run(cache, tokens, positions, seen, keep))
+        forward = Forward(*self.run(cache, tokens, positions, seen, keep))
         cache.advance()
         return forward
 
     @torch.inference_mode()
-    def _run(
-        self, cache: KVCache, tokens: Tensor, positions: Tensor, seen: attention.Visibility, keep: int = 0
+    def run(
+        self, cache: Any, tokens: Tensor, positions: Tensor, seen: attention.Visibility, keep: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits and features of tokens [R, n] at positions [R, n], into the open window of a cache."""
+        """Logits, of the last `keep` tokens or of all, and features of tokens [R, n] at positions [R, n] or [1, n].
+
+        What they see is `seen`; their keys and values go where the cache, any that transformers takes, puts them.
+        """
         arguments = {
             "input_ids": tokens,
             "position_ids": positions,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.heads import Head
-from ddtree.noise import PLAIN, couple
+from ddtree.noise import PLAIN, check_coupling, couple
 
 View = Callable[[Tensor], Tensor]
 """int64 [n] -> float32 [n, Vd]: log-probabilities of depths 1..n after the tokens given, the bonus token first."""
@@ -29,7 +29,7 @@ class BlockDrafter:
     """
 
     def __init__(self, backbone: Backbone, name: str, coupling: tuple[float, float] = PLAIN) -> None:
-        couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
+        check_coupling(*coupling)
         self.backbone = backbone
         self.name = name
         self.coupling = coupling

@@ -12,7 +12,7 @@ from torch import Tensor
 from ddtree.cache import KVCache
 from ddtree.drafters import DraftRow
 from ddtree.errors import CheckpointError, ConfigError
-from ddtree.noise import couple
+from ddtree.noise import check_coupling, couple
 from ddtree.rows import drop_row
 from ddtree.stats import Clock
 from ddtree.target import Target
@@ -76,7 +76,7 @@ class DraftModel:
     ) -> None:
         if not 1 <= width <= MAX_WIDTH:
             raise ConfigError(f"width={width} is outside 1..{MAX_WIDTH}: give a whole number in that range")
-        couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
+        check_coupling(*coupling)
         check_vocabulary(draft, target)
         self.model = draft
         self.width = width

@@ -14,7 +14,7 @@ from ddtree.drafters.backoff import Index, successors
 from ddtree.drafters.ngrams import MAX_ORDER, NgramTable
 from ddtree.drafters.ondemand import Children, Nodes, grow_on_demand, stacked
 from ddtree.errors import CheckpointError, ConfigError
-from ddtree.noise import PLAIN, Noise, couple
+from ddtree.noise import PLAIN, Noise, check_coupling
 from ddtree.rows import drop_row
 from ddtree.stats import Clock
 from ddtree.tree import MAX_DEPTH, DraftTree
@@ -64,7 +64,7 @@ class Lookup:
             )
         if coupling is None:
             coupling = PLAIN if table is None else table.coupling
-        couple(torch.zeros(1), torch.zeros(1), *coupling)  # refuses values out of range
+        check_coupling(*coupling)
         self.table = table
         self.order = order
         self.weight = weight

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from torch import Tensor
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.target import Target
 from ddtree.train.teacher import Teacher
+from ddtree.train.whole import written_whole
 
 _NOTE = "features.json"
 _PASS_TOKENS = 8192  # tokens of one teacher pass, padding included
@@ -91,10 +91,8 @@ def write_shard(path: Path, prefix: list[int], conversations: list[Conversation]
         "greedy": np.array([c.greedy for c in conversations], np.uint8),
         "prefix": np.array(prefix, dtype),
     }
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    with written_whole(path) as partial, partial.open("wb") as file:
         np.savez(file, **arrays)
-    os.replace(partial, path)
 
 
 def read_shard(path: Path) -> tuple[list[int], list[Conversation]]:
@@ -271,10 +269,8 @@ def teacher_pass(target: Target, texts: list[list[int]], layers: tuple[int, ...]
 
 def save_features(path: Path, features: Tensor) -> None:
     """Write features [n, F + 1, H] in one step."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    with written_whole(path) as partial, partial.open("wb") as file:
         np.save(file, features.to(torch.bfloat16).contiguous().view(torch.int16).numpy())
-    os.replace(partial, path)
 
 
 def load_features(bits: NDArray[np.int16]) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from ddtree.drafters.heads.registry import KINDS
 from ddtree.errors import CheckpointError
+from ddtree.train.whole import written_whole
 
 DRAFTER = "dflash"
 HEADS = "heads"
@@ -48,9 +49,8 @@ def machine(device: torch.device) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Write in one step."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with written_whole(path) as partial:
+        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path, step: str) -> Any:

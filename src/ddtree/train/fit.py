@@ -24,7 +24,7 @@ from ddtree.train.group import Group, gradients
 from ddtree.train.log import Log
 from ddtree.train.objective import Objective, Sums
 from ddtree.train.schedule import Clock, learning_rate
-from ddtree.train.states import save_state
+from ddtree.train.whole import written_whole
 
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
@@ -343,7 +343,7 @@ class Fit:
                 with ExitStack() as stack:
                     if self._averages:
                         stack.enter_context(self._averages[name].in_place())
-                    save_state(module.state_dict(), self._folder / f"{name}.pt")
+                    _save(module.state_dict(), self._folder / f"{name}.pt")
         if self._group.main:
             state = {
                 "settings": self._settings(),
@@ -355,7 +355,7 @@ class Fit:
                 "optimizer": self._optimizer.state_dict(),
                 "averages": {name: average.state() for name, average in self._averages.items()},
             }
-            save_state(state, self._folder / STATE)
+            _save(state, self._folder / STATE)
         self._group.wait()
 
     def _resume(self) -> None:
@@ -389,3 +389,8 @@ def _line(progress: Progress, rate: float) -> dict[str, float]:
         suffix = "" if single and name in progress.loss else f".{name}"
         line |= {f"held_out{suffix}": look.loss, f"tau{suffix}": look.chain}
     return line
+
+
+def _save(value: Any, path: Path) -> None:
+    with written_whole(path) as partial:
+        torch.save(value, partial)

@@ -19,7 +19,15 @@ from ddtree.train.batches import Batch
 from ddtree.train.blocks import Blocks
 from ddtree.train.drafter_job import NAME
 from ddtree.train.forward import autocast, block_states
-from ddtree.train.objective import Chunk, Objective, Sums, Vocabulary, chunks, score_loss
+from ddtree.train.objective import (
+    Chunk,
+    Objective,
+    Sums,
+    Vocabulary,
+    chunks,
+    score_loss,
+    teacher_places,
+)
 
 
 class TrainingTrunk:
@@ -147,8 +155,7 @@ class HeadsJob:
     def _states(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor, Blocks]:
         """States [C * A, L, H] before the final norm, the token before each slot [C * A, L], and the blocks."""
         states, blocks = block_states(self._net, self._embedding, batch, features[:, :, :-1])
-        slots = torch.arange(states.shape[2], device=states.device)
-        places = (batch.anchors[..., None] + slots).clamp(max=batch.tokens.shape[1] - 1)
+        places = teacher_places(batch, states.shape[2])
         previous = batch.tokens.gather(1, places.flatten(1)).view_as(places)
         return states.flatten(0, 1), previous.flatten(0, 1), blocks
 

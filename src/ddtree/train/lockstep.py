@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddtree import attention
 from ddtree.cache import available_bytes
-from ddtree.compat import cache_argument
 from ddtree.errors import CacheMemoryError
 from ddtree.target import Target
 
@@ -60,6 +59,7 @@ class LockstepCache:
         """All layers have appended so many tokens."""
         self.length += tokens
 
+    @torch.inference_mode()
     def move_rows(self, sources: Tensor, places: Tensor, rows: int) -> None:
         """Put rows `sources` into `places` (int64 [k] both), and keep the first `rows` rows."""
         for buffers in self._buffers:
@@ -100,15 +100,10 @@ class Lockstep:
     def __init__(self, target: Target, rows: int, tokens: int) -> None:
         self.device = target.device
         self._target = target
-        self._name = cache_argument(target.model)
-        self._configs = list(
-            {id(m.config): m.config for m in target.model.modules() if hasattr(m, "config")}.values()
-        )
         # Logits of all rows, and a copy of those that a choice is made from.
         spare = 2 * rows * target.vocab_size * target.dtype.itemsize
         self._cache = LockstepCache(rows, tokens, target.num_layers, spare)
         self._positions = torch.arange(tokens, device=target.device)[None]
-        self._mask = torch.empty((1, 1, 1, 1), dtype=target.dtype, device=target.device)
 
     def begin(self, tokens: list[int]) -> Tensor:
         """Process what all rows begin with; logits [R, V] of the token after it (one row, seen R times)."""
@@ -132,18 +127,8 @@ class Lockstep:
         seen = attention.Visibility(
             visible, positions, columns, self._target.dtype, causal=first, steady=False
         )
-        arguments = {
-            "input_ids": tokens,
-            "position_ids": positions,
-            # Any 4-D mask keeps transformers from building its own; what counts is the visibility beside it.
-            "attention_mask": self._mask,
-            "use_cache": True,
-            "logits_to_keep": 1,
-            self._name: self._cache,
-            attention.KWARG: seen,
-        }
-        with attention.using(self._configs), _kernels(self.device):
-            logits: Tensor = self._target.model(**arguments).logits
+        with _kernels(self.device):
+            logits, _ = self._target.run(self._cache, tokens, positions, seen, keep=1)
         self._cache.advance(n)
         return logits[:, -1]
 

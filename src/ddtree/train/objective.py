@@ -130,7 +130,7 @@ def labels_of(batch: Batch, blocks: Blocks, vocabulary: Vocabulary) -> Labels:
     )
 
 
-def teacher_places(batch: Batch, blocks: Blocks, slots: int) -> Tensor:
+def teacher_places(batch: Batch, slots: int) -> Tensor:
     """Int64 [C, A, L]: the position whose output the target predicts a slot's token from, the one before it."""
     offsets = torch.arange(slots, device=batch.anchors.device)
     return (batch.anchors[..., None] + offsets).clamp(max=batch.tokens.shape[1] - 1)
@@ -228,7 +228,7 @@ def chunks(
     conversations, anchors = batch.anchors.shape
     device = batch.anchors.device
     labels = labels_of(batch, blocks, vocabulary)
-    places = teacher_places(batch, blocks, slots)
+    places = teacher_places(batch, slots)
     if device.type == "cpu" and chunk is None:
         for row in range(conversations):
             at = slice(row * anchors, (row + 1) * anchors)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -32,6 +31,7 @@ from ddtree.train.filters import Sieve, text_keys, unprintable_tokens
 from ddtree.train.lockstep import Lockstep
 from ddtree.train.turns import Template, encode_turns, read_turns
 from ddtree.train.waves import Rows, Rules, Wave
+from ddtree.train.whole import written_whole
 
 _EMPTY_SHARDS = 3
 _ROWS_ON_ACCELERATORS = 4096
@@ -213,9 +213,8 @@ class Synthesizer:
                     )
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        partial = note.with_name(f"{_NOTE}.partial")
-        partial.write_text(json.dumps(settings), encoding="utf-8")
-        os.replace(partial, note)
+        with written_whole(note) as partial:
+            partial.write_text(json.dumps(settings), encoding="utf-8")
 
     def _wave(self, index: int) -> Rows:
         """Decode wave `index`."""
