@@ -265,30 +265,43 @@ class Model:
         if budget != "auto":
             check_whole("budget", budget)
         check_whole("depth", depth)
-        text = None
-        if self.tokenizer is not None:
-            text = Detokenizer(
-                self.tokenizer,
-                params.stop,
-                include_stop=params.include_stop,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
+        text = self.detokenizer(params)
         with self._lock:
             if self._closed:
                 raise ConfigError("the model is closed: load it again")
-            if method == "off" or budget == 0:
-                method, budget = "off", 0
-            if "auto" in (method, budget) and not self._can_decide():
-                method = "tree" if method == "auto" else method
-                budget = _UNMEASURED_BUDGET if budget == "auto" else budget
+            method, budget = self.decided(method, budget)
             return self.engine.add(ids, params, method=method, budget=budget, depth=depth, text=text)
 
-    def _can_decide(self) -> bool:
-        """Whether there is a policy; makes one, for which this machine may have to be measured first.
+    def detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        """What makes text of an answer's tokens, and finds its stop strings; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            params.stop,
+            include_stop=params.include_stop,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def decided(self, method: AutoMethod, budget: AutoBudget) -> tuple[AutoMethod, AutoBudget]:
+        """The method and budget to ask the engine for: "auto" stands for fixed ones where nothing can decide."""
+        if method == "off" or budget == 0:
+            return "off", 0
+        if "auto" in (method, budget) and not self.prepare():
+            method = "tree" if method == "auto" else method
+            budget = _UNMEASURED_BUDGET if budget == "auto" else budget
+        return method, budget
+
+    def prepare(self) -> bool:
+        """Whether "auto" can decide; makes it able to, for which this machine may have to be measured first.
 
         That cannot be done while sequences are running, nor where there is no room for it.
         """
+        with self._lock:
+            return self._prepare()
+
+    def _prepare(self) -> bool:
         engine = self.engine
         if engine.policy is None and engine.drafter is not None and self._measurable:
             wanted = store.key(engine.target, engine.drafter)

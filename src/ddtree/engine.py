@@ -143,11 +143,34 @@ class Engine:
             PromptError: the prompt is empty, holds unknown ids, or leaves no room in the context.
             ConfigError: method, budget, depth or members is out of range, or the engine is closed.
         """
-        self._check_open()
-        self._check(prompt, method, budget, depth, members)
+        request = self.request(method, budget, depth, members, sampled=not params.greedy)
+        sequence = self.sequence(prompt, params, request, text)
+        self.queue(sequence)
+        return sequence
+
+    def request(
+        self, method: AutoMethod, budget: AutoBudget, depth: int, members: tuple[str, ...] | None = None,
+        *, sampled: bool,
+    ) -> Request:  # fmt: skip
+        """What `Sequence.request` is for such arguments of `add`; it may be assigned between steps. Raises ConfigError.
+
+        Args:
+            sampled: the sequence's temperature is above 0.
+        """
+        self._check_drafting(method, budget, depth, members)
         drafting = self.members if members is None else tuple(m for m in self.members if m in members)
         if method == "off" or budget == 0 or not drafting:
             method, budget, drafting = "off", 0, ()
+        return Request(
+            method, budget, drafting, min(depth, self.drafter.max_depth if self.drafter else 0), sampled
+        )
+
+    def sequence(
+        self, prompt: list[int], params: SamplingParams, request: Request, text: Detokenizer | None = None
+    ) -> Sequence:
+        """Make what `queue` takes, with the checks and errors of `add`. Any thread may, while another runs steps."""
+        self._check_open()
+        self._check_prompt(prompt)
         sampler = Sampler(
             params,
             prompt_length=len(prompt),
@@ -155,11 +178,12 @@ class Engine:
             eos_ids=self.target.eos_ids,
             device=self.target.device,
         )
-        depth = min(depth, self.drafter.max_depth if self.drafter else 0)
-        request = Request(method, budget, drafting, depth, sampled=not sampler.params.greedy)
-        sequence = Sequence(prompt, sampler.params, sampler, text, request)
+        return Sequence(prompt, sampler.params, sampler, text, request)
+
+    def queue(self, sequence: Sequence) -> None:
+        """Let a sequence join at the next `step` that has a free row."""
+        self._check_open()
         self.waiting.append(sequence)
-        return sequence
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence now and free its row; nothing happens to one that has ended."""
@@ -391,13 +415,8 @@ class Engine:
             for part, seconds in self.clock.seconds.items():
                 sequence.stats.seconds[part] += seconds - before[part]
 
-    def _check(
-        self,
-        prompt: list[int],
-        method: AutoMethod,
-        budget: AutoBudget,
-        depth: int,
-        members: tuple[str, ...] | None,
+    def _check_drafting(
+        self, method: AutoMethod, budget: AutoBudget, depth: int, members: tuple[str, ...] | None
     ) -> None:
         if method not in ("auto", "off", "chain", "tree"):
             raise ConfigError(f"unknown method {method!r}: choose auto, off, chain or tree")
@@ -414,6 +433,8 @@ class Engine:
                 raise ConfigError(f"unknown drafter {name!r} in members: this engine's are {known}")
         if not 1 <= depth <= MAX_DEPTH:
             raise ConfigError(f"depth={depth} is outside 1..{MAX_DEPTH}")
+
+    def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
             raise PromptError("the prompt is empty: give at least one token")
         limit = self.target.max_context
