@@ -168,7 +168,9 @@ def code(draw: random.Random, texts: Texts) -> str:
             f"from typing import List\n\n\ndef {name}({argument}):\n"
             f'    """ Given {value}, this function {deed}.\n    """\n',
             f"How do I write {language} code that takes {value} and {deed}? Explain the code.",
-            f"Write a class in {language} for {draw.choice(WORDS['places'])} with methods to add, remove and list {draw.choice(WORDS['goods'])}.",
+            f"Write a class in {language} for {draw.choice(WORDS['places'])} with methods to add, remove and list "
+            + draw.choice(WORDS["goods"])
+            + ".",
             f"Write unit tests in Python for a function that {deed}.",
             f"What is the time complexity of a function that {deed}? Give the code in {language}.",
         ]
