@@ -6,10 +6,10 @@ target, the prompt, the parameters and the seed only, whatever the drafter, the 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,58 +20,36 @@ from ddtree.drafters.claims import claim, release
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
 from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
 from ddtree.rows import drop_row
-from ddtree.sampling import Sampler, SamplingParams, TokenLogprobs
-from ddtree.stats import Clock, Stats
+from ddtree.sampling import Sampler, SamplingParams
+from ddtree.sequence import FinishReason, Sequence
+from ddtree.stats import Clock
 from ddtree.target import Target
 from ddtree.text import Detokenizer
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+__all__ = ["Engine", "FinishReason", "Round", "Sequence"]
+
 # What the walk is told when a sequence has ended: no child carries it.
 _END = -1
 
 
-class Sequence:
-    """One prompt and its growing answer.
+@dataclass(frozen=True)
+class Round:
+    """What one round came to, for `Engine.listener`.
 
     Attributes:
-        tokens: prompt and output together; the last output token is the bonus token of the next round.
-        finish_reason: None while running; "stop" (stop token or string), "length" (token limit or context full),
-            "cancelled", or "error", with the exception in `error`.
-        logprobs: one entry per output token when the parameters ask for them.
+        rows: the sequences that took part.
+        choices: how each was drafted for.
+        tree: as verified.
+        paths: the accepted path of each row, the root (node 0) first.
+        seconds: of the parts of this round, as in `ddtree.stats.PARTS`.
     """
 
-    def __init__(
-        self, prompt: list[int], params: SamplingParams, sampler: Sampler, text: Detokenizer | None,
-        request: Request,
-    ) -> None:  # fmt: skip
-        self.tokens = list(prompt)
-        self.prompt_length = len(prompt)
-        self.params = params
-        self.sampler = sampler
-        self.text = text
-        self.request = request
-        self.finish_reason: FinishReason | None = None
-        self.error: Exception | None = None
-        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self.stats = Stats(
-            method=request.method, drafter="+".join(request.members) or "none", prompt_tokens=len(prompt)
-        )
-        self._started = time.perf_counter()
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.prompt_length :]
-
-    @property
-    def output_length(self) -> int:
-        return len(self.tokens) - self.prompt_length
-
-    def finish(self, reason: FinishReason) -> None:
-        self.finish_reason = reason
-        if self.text is not None:
-            self.text.finish()
-        self.stats.total = time.perf_counter() - self._started
+    rows: list[Sequence]
+    choices: list[Choice]
+    tree: DraftTree
+    paths: list[list[int]]
+    seconds: dict[str, float]
 
 
 class Engine:
@@ -82,6 +60,12 @@ class Engine:
         drafter: what proposes; None decodes autoregressively.
         max_rows: sequences decoded at once; more wait their turn.
         prefill_chunk: prompt tokens per forward.
+        cache_bytes: memory that keys and values may take; None for as much as there is.
+        prefix_bytes: memory for what ended sequences leave to later prompts that begin alike; 0 for none.
+
+    Attributes:
+        listener: called after each round, within `step`; it must be cheap.
+        joining: the sequence whose prompt is being processed.
 
     Raises:
         ConfigError: an argument is out of range, or the drafter is in use by another engine.
@@ -94,6 +78,8 @@ class Engine:
         *,
         max_rows: int = 8,
         prefill_chunk: int = 512,
+        cache_bytes: int | None = None,
+        prefix_bytes: int = 0,
     ) -> None:
         if max_rows < 1 or prefill_chunk < 1:
             raise ConfigError(f"max_rows={max_rows} and prefill_chunk={prefill_chunk} must be at least 1")
@@ -107,6 +93,8 @@ class Engine:
         self.clock = Clock()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.joining: Sequence | None = None
+        self.listener: Callable[[Round], None] | None = None
         self._stepping = False
         self._closed = ""
         # Each kind of target takes the kind of cache that it makes.
@@ -116,6 +104,10 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not self.running and not self.waiting
+
+    def kv_bytes(self) -> tuple[int, int]:
+        """Bytes of keys and values in use, and how many there may be: `cache_bytes`, or those of the buffers."""
+        return 0, 0
 
     def add(
         self,
@@ -243,7 +235,7 @@ class Engine:
         except CacheMemoryError as error:
             sequence.error = error
             sequence.finish("error")
-        sequence.stats.ttft = time.perf_counter() - sequence._started
+        sequence.began()
         self._account(before, [sequence])
         return sequence
 
@@ -265,17 +257,22 @@ class Engine:
         with self.clock("commit"):
             self._cache.commit(paths)
             self._observe(paths, lengths, forward.features)
-        for sequence, choice, path, size in zip(rows, choices, paths, tree.sizes, strict=True):
+        for sequence, choice, path, size, length in zip(
+            rows, choices, paths, tree.sizes, lengths, strict=True
+        ):
+            sequence.accepted(length, len(path) - 1)
             sequence.stats.rounds += 1
             sequence.stats.arms[str(choice.arm)] += 1
             sequence.stats.nodes += size - 1
             sequence.stats.accepted[len(path) - 1] += 1
+        seconds = {part: seconds - before[part] for part, seconds in self.clock.seconds.items()}
         if self._planned:
             assert self.policy is not None
-            seconds = {part: seconds - before[part] for part, seconds in self.clock.seconds.items()}
             answers = [sequence.tokens[length:] for sequence, length in zip(rows, lengths, strict=True)]
             self.policy.learn(tree, paths, answers, seconds)
         self._account(before, rows)
+        if self.listener is not None:
+            self.listener(Round(rows, choices, tree, paths, seconds))
 
     @property
     def _planned(self) -> bool:
@@ -356,8 +353,7 @@ class Engine:
         # A processor may have cancelled the sequence it was called for.
         if sequence.finish_reason is not None:
             return _END
-        sequence.tokens.append(token)
-        sequence.stats.output_tokens += 1
+        sequence.append(token)
         reason = self._ending(sequence, token)
         if reason is None:
             return token

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddtree.engine import FinishReason, Sequence
 from ddtree.sampling import TokenLogprobs
+from ddtree.sequence import FinishReason, Sequence
 from ddtree.stats import Stats
 
 

@@ -41,6 +41,7 @@ class Stats:
     """Figures of one sequence.
 
     Attributes:
+        cached_tokens: prompt tokens whose keys and values came from the prefix store.
         rounds: verifications it took part in.
         accepted: how often 0, 1, 2, ... drafted tokens were accepted in a round.
         arms: how many rounds were decoded in which way ("off", "tree@dflash", ...).
@@ -53,6 +54,7 @@ class Stats:
     method: str = "off"
     drafter: str = "none"
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     rounds: int = 0
     arms: Counter[str] = field(default_factory=Counter)
@@ -82,6 +84,7 @@ class Stats:
             "method": self.method,
             "drafter": self.drafter,
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
             "rounds": self.rounds,
             "arms": dict(self.arms),
