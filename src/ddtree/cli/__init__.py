@@ -19,6 +19,7 @@ from ddtree.errors import DDTreeError
 COMMANDS = {
     "generate": ("ddtree.cli.generate", "answer one prompt"),
     "chat": ("ddtree.cli.chat", "talk with a model"),
+    "serve": ("ddtree.cli.serve", "an OpenAI-compatible endpoint, with a dashboard"),
     "inspect": ("ddtree.cli.inspect", "what a checkpoint is, whether a pair fits, and why not"),
     "demo": ("ddtree.cli.demo", "the same prompts answered with and without a draft tree, side by side"),
     "bench": ("ddtree.cli.bench", "measure ways of decoding side by side"),

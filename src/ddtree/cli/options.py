@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 MAX_TOKENS = 512
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """The target is an argument without a name when it is `positional`."""
     group = parser.add_argument_group("model")
-    group.add_argument("--target", default="demo", metavar="NAME",
+    name: dict[str, Any] = {"nargs": "?", "metavar": "TARGET"} if positional else {"metavar": "NAME"}
+    group.add_argument("target" if positional else "--target", default="demo", **name,
                        help="demo, a checkpoint's folder, or a Hugging Face hub id (default: demo)")  # fmt: skip
     group.add_argument("--drafter", action="append", metavar="NAME",
                        help="auto, none, lookup, demo, draft:MODEL, or a drafter's folder or hub id; given several "
@@ -73,8 +75,8 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message before the prompt")
 
 
-def load_model(args: argparse.Namespace) -> Model:
-    """The model that the options name. Raises the errors of `ddtree.load`."""
+def load_model(args: argparse.Namespace, **more: Any) -> Model:
+    """The model that the options name, with `more` arguments of `ddtree.load`, whose errors it raises."""
     if args.threads is not None and not 1 <= args.threads <= 1024:
         raise ConfigError(f"--threads {args.threads} is outside 1..1024")
     import torch
@@ -94,6 +96,7 @@ def load_model(args: argparse.Namespace) -> Model:
         device=args.device,
         dtype=args.dtype,
         max_context=args.max_context,
+        **more,
     )
 
 

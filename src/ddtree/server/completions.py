@@ -1,0 +1,114 @@
+"""`/v1/completions`: text that goes on, without a chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ddtree import prompts
+from ddtree.server import parameters
+from ddtree.server.answers import Answer, Answers
+from ddtree.server.asking import ask, check
+from ddtree.server.events import Event
+from ddtree.server.logprobs import CompletionLogprobs
+from ddtree.server.protocol import ApiError
+from ddtree.server.replies import Reply, answer
+from ddtree.server.schemas import CompletionRequest
+from ddtree.server.serving import Serving
+
+MAX_TOKENS = 16
+"""Tokens of an answer where the request says nothing: OpenAI's."""
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one prompt or several, n times each; choice i * n + j is the j-th of prompt i."""
+    serving = Serving.of(request)
+    given = _prompts(body)
+    check(serving, body, len(given))
+    tokenizer = serving.service.model.tokenizer
+    logprobs = (
+        body.logprobs if body.logprobs is None else parameters.checked_logprobs(body.logprobs, "logprobs")
+    )
+    params = parameters.sampling_params(
+        body, serving.defaults, tokenizer, max_tokens=MAX_TOKENS, logprobs=logprobs
+    )
+    encoded = await serving.away(lambda: [prompts.encode(tokenizer, prompt) for prompt in given])
+    echoes = [""] * len(given)
+    if body.echo:
+        echoes = await serving.away(lambda: [_text(tokenizer, prompt) for prompt in given])
+    answers = ask(serving, body, encoded, params)
+    n = len(answers.answers) // len(given)
+    reply = CompletionReply(serving, body, answers, [echo for echo in echoes for _ in range(n)])
+    return await answer(request, reply, bool(body.stream))
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """Each prompt of a request. Raises ApiError for an empty list, and for what cannot be told of an echo."""
+    if body.echo and body.logprobs is not None:
+        raise ApiError(
+            400,
+            "logprobs: with echo they would be of the prompt too, which are not computed; leave one of them out",
+            param="logprobs",
+            code="unsupported_parameter",
+        )
+    prompt = body.prompt
+    if not prompt:
+        raise ApiError(
+            400, "prompt is empty: give at least one character", param="prompt", code="invalid_prompt"
+        )
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _text(tokenizer: Any, prompt: str | list[int]) -> str:
+    """A prompt as text, for `echo`."""
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        return ""
+    return str(tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+class CompletionReply(Reply):
+    """Continuations in OpenAI's older form.
+
+    Args:
+        echoes: what stands before each answer.
+    """
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, serving: Serving, body: CompletionRequest, answers: Answers, echoes: list[str]
+    ) -> None:
+        super().__init__(serving, body, answers)
+        self._echoes = echoes
+        special = getattr(serving.service.model.tokenizer, "all_special_ids", ())
+        hidden = frozenset(() if body.skip_special_tokens is False else special)
+        self._logprobs = [CompletionLogprobs(serving.tokens, len(echo), hidden) for echo in echoes]
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": self._echoes[index] + answer.text,
+            "logprobs": self._logprobs[index](answer.logprobs) if answer.logprobs else None,
+            "finish_reason": answer.finish_reason,
+        }
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        echo = self._echoes[index]
+        return {"index": index, "text": echo, "logprobs": None, "finish_reason": None} if echo else None
+
+    def piece(self, index: int, event: Event) -> dict[str, Any]:
+        logprobs = None if event.logprobs is None else self._logprobs[index](event.logprobs)
+        return {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": None}
+
+    def ending(self, index: int, reason: str) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}

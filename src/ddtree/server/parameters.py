@@ -1,0 +1,99 @@
+"""From a request's fields to `SamplingParams`: defaults, names that differ, bounds that only a server needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ddtree.noise import MAX_SEED
+from ddtree.params import SamplingParams
+from ddtree.server.protocol import ApiError
+from ddtree.server.schemas import Generation
+from ddtree.text import bad_word_ids
+
+MAX_LOGPROBS = 20
+_MODELS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAME_NAME = (
+    *_MODELS_OWN, "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "stop",
+    "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+# Each of these costs time at every token.
+_MOST = {"stop": 64, "bad_words": 64, "stop_token_ids": 1024, "logit_bias": 4096}
+
+
+def sampling_defaults(model: Any) -> dict[str, Any]:
+    """The sampling that a model's own generation_config.json asks for, as far as it says anything.
+
+    Args:
+        model: a transformers model.
+    """
+    config = getattr(model, "generation_config", None)
+    said = config.to_diff_dict() if config is not None else {}
+    return {name: said[name] for name in _MODELS_OWN if said.get(name) is not None}
+
+
+def sampling_params(
+    request: Generation, defaults: dict[str, Any], tokenizer: Any, *, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    """How to sample the first of a request's answers; see `choices` for the others.
+
+    Args:
+        request: null or absent fields take `defaults`, then those of `SamplingParams`.
+        defaults: see `sampling_defaults`.
+        tokenizer: for strings that become token ids; may be None.
+        max_tokens: where the request has none.
+        logprobs: most likely tokens to report beside each; None for no log-probabilities.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the field.
+        ApiError: there is too much of something.
+    """
+    fields = dict(defaults)
+    for name, most in _MOST.items():
+        value = getattr(request, name)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ApiError(
+                400, f"{name} has {len(value)} entries: at most {most}", param=name, code="invalid_value"
+            )
+    for name in _SAME_NAME:
+        value = getattr(request, name)
+        if value is not None:
+            fields[name] = value
+    if request.include_stop_str_in_output is not None:
+        fields["include_stop"] = request.include_stop_str_in_output
+    if request.bad_words:
+        if tokenizer is None:
+            raise ApiError(400, "bad_words needs a tokenizer, which this model lacks", param="bad_words")
+        fields["bad_words"] = bad_word_ids(tokenizer, request.bad_words)
+    if request.stop and tokenizer is None:
+        raise ApiError(
+            400, "stop needs a tokenizer, which this model lacks: use stop_token_ids", param="stop"
+        )
+    if request.seed is not None:
+        # Clients send any 64-bit number.
+        fields["seed"] = request.seed % MAX_SEED
+    asked = getattr(request, "max_completion_tokens", None)
+    asked = request.max_tokens if asked is None else asked
+    return SamplingParams(max_tokens=max_tokens if asked is None else asked, logprobs=logprobs, **fields)
+
+
+def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """Parameters of n answers to one prompt: the first has the seed given, the others those after it."""
+    if params.seed is None:
+        return [params] * n
+    return [replace(params, seed=(params.seed + i) % MAX_SEED) for i in range(n)]
+
+
+def checked_count(n: int | None, most: int) -> int:
+    """How many answers, or ApiError."""
+    if n is not None and not 1 <= n <= most:
+        raise ApiError(400, f"n must be from 1 to {most}, not {n}", param="n", code="invalid_value")
+    return n or 1
+
+
+def checked_logprobs(count: int, name: str) -> int:
+    """How many likely tokens to tell of beside each token, or ApiError."""
+    if not 0 <= count <= MAX_LOGPROBS:
+        message = f"{name} must be from 0 to {MAX_LOGPROBS}, not {count}"
+        raise ApiError(400, message, param=name, code="invalid_value")
+    return count

@@ -1,0 +1,200 @@
+"""What is refused, with which status, and how it is told: OpenAI's form throughout, never a 500."""
+
+import json
+
+import fakes
+import httpx
+import pytest
+
+from ddtree.errors import CacheMemoryError, PromptError
+from ddtree.server.limits import BusyError, ClosingError, EngineError, TimeoutReached
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"prompt": "hi"}
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def service():
+    return fakes.FakeService(max_body_bytes=20_000, max_waiting=4, max_n=3)
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    with fakes.served(service) as address, httpx.Client(base_url=address) as client:
+        yield client
+
+
+@pytest.fixture
+def refused(service, client):
+    """Send a request; gives status and error, and checks that nothing was submitted."""
+
+    def call(path, body, status=400, **more):
+        service.asked.clear()
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **more}
+        response = client.post(path, content=content, headers=headers)
+        assert response.status_code == status, response.text
+        assert not service.asked
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+        return error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "1"), ("temperature", 200), ("temperature", -1), ("temperature", True), ("top_p", 2),
+        ("top_k", 1.5), ("top_k", -2), ("min_p", -0.1), ("n", 0), ("n", 4), ("n", "2"), ("seed", 1.5), ("stop", 3),
+        ("stop", [1]), ("stop", [""]), ("stop", ["x"] * 65), ("max_tokens", 0), ("max_tokens", -1),
+        ("max_tokens", 2**40),
+        ("presence_penalty", 3), ("frequency_penalty", "x"), ("repetition_penalty", 0), ("logit_bias", [1]),
+        ("logit_bias", {"x": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("min_tokens", -1),
+        ("stop_token_ids", [-1]), ("stop_token_ids", "1"), ("ignore_eos", "yes"), ("bad_words", "x"), ("stream", 1),
+        ("stream_options", {"include_usage": True}), ("ddtree", {"depth": 17}), ("ddtree", {"method": "best"}),
+        ("ddtree", {"dept": 3}), ("ddtree", {"drafter": "none of ours"}), ("ddtree", 3), ("ddtree_details", 1),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_told_with_its_field(refused, field, value):
+    for path, body in ((CHATS, CHAT), (COMPLETIONS, TEXT)):
+        error = refused(path, {**body, field: value})
+        assert error["type"] == "invalid_request_error"
+        # Places within a field are written after it.
+        assert (error["param"].startswith(field) and field in error["message"]) or field == "ddtree"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "json_schema", "json_schema": {}}), ("response_format", {"type": "json_object"}),
+        ("guided_json", {"type": "object"}), ("modalities", ["audio"]), ("audio", {"voice": "x"}),
+        ("prompt_logprobs", 1), ("prompt_logprobs", 0), ("use_beam_search", True), ("return_token_ids", True),
+        ("chat_template", "{{ x }}"), ("web_search_options", {"a": 1}), ("documents", [{}]), ("echo", True),
+        ("best_of", 2), ("continue_final_message", "x"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(refused, field, value):
+    error = refused(CHATS, {**CHAT, field: value})
+    assert error["param"] == field and field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("suffix", "x"), ("best_of", 3), ("logprobs", 21), ("logprobs", True), ("prompt", []), ("prompt", ""),
+        ("prompt", [[]]), ("prompt", [""]), ("prompt", [1, "a"]), ("prompt", None), ("prompt", [[1, True]]),
+        ("prompt", {"text": "x"}), ("prompt", ["x"] * 7),
+    ],
+)  # fmt: skip
+def test_completions_refuse_by_name_too(refused, field, value):
+    error = refused(COMPLETIONS, {**TEXT, field: value})
+    assert error["param"] == field or (field, error["param"]) == ("prompt", None)
+
+
+def test_an_echo_has_no_logprobs(refused):
+    assert refused(COMPLETIONS, {**TEXT, "echo": True, "logprobs": 0})["param"] == "logprobs"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**CHAT, "tools": [], "tool_choice": "auto"}, {**CHAT, "tools": [{}], "tool_choice": "none"},
+        {**CHAT, "response_format": {"type": "text"}}, {**CHAT, "modalities": ["text"]}, {**CHAT, "audio": None},
+        {**CHAT, "use_beam_search": False, "length_penalty": 1.0, "echo": False, "best_of": 1},
+        {**CHAT, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "u", "prediction": {"a": 1}},
+        {**CHAT, "no_such_field": {"deep": [1, 2]}}, {name: None for name in ("temperature", "stop", "n")} | CHAT,
+        {**CHAT, "model": "fake"}, {**CHAT, "top_k": -1, "seed": -5, "temperature": 0, "logit_bias": {"7": 1}},
+        {**CHAT, "reasoning_effort": "low", "chat_template_kwargs": {"loud": True}, "max_completion_tokens": 3},
+        {"messages": [{"role": "developer", "content": "be"}, {"role": "user", "content": None, "name": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+    ],
+)  # fmt: skip
+def test_what_asks_for_nothing_unusual_is_tolerated(client, body):
+    assert client.post(CHATS, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"), ("hi", "messages"), ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": 3}], "messages[0].content"), ([["user"]], "messages[0]"),
+        ([{"role": "robot", "content": "x"}], "messages"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls"),
+        ([{"role": "user", "content": "\ud800"}], "messages"),
+    ],
+)  # fmt: skip
+def test_messages_are_checked_one_by_one(refused, messages, param):
+    assert refused(CHATS, {"messages": messages})["param"].startswith(param)
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_tensors", "max_length", "truncation"])
+def test_the_tokenizers_own_arguments_are_not_for_clients(refused, name):
+    assert refused(CHATS, {**CHAT, "chat_template_kwargs": {name: 1}})["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"null", b"[]", b"3", b'"x"', b"{'a': 1}", b"\xff\xfe", b"[" * 5000, b'{"messages": NaN}',
+        b'{"messages": [], "temperature": NaN}', b'{"n": 1' + b"0" * 6000 + b"}", b'{"prompt": "\\ud800"}',
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_request_is_told_so(refused, body):
+    for path in (CHATS, COMPLETIONS, "/tokenize", "/detokenize"):
+        refused(path, body)
+
+
+def test_other_types_of_body_are_refused(refused):
+    error = refused(CHATS, json.dumps(CHAT).encode(), 415, **{"Content-Type": "text/plain"})
+    assert error["code"] == "unsupported_media_type"
+
+
+def test_unknown_models_paths_and_methods(refused, client):
+    assert refused(CHATS, {**CHAT, "model": "other"}, 404)["code"] == "model_not_found"
+    refused("/v1/nothing", {}, 404)
+    assert client.get("/v1/models/other").json()["error"]["param"] == "model"
+    response = client.get(CHATS)
+    assert response.status_code == 405 and response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_long_is_not_parsed(client, service, chunked):
+    service.asked.clear()
+    body = json.dumps({**CHAT, "user": "x" * 200_000}).encode()
+    content = iter([body[i : i + 10_000] for i in range(0, len(body), 10_000)]) if chunked else body
+    response = client.post(CHATS, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 413 and response.json()["error"]["code"] == "request_too_large"
+    assert not service.asked
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (BusyError("full", 7), 429, "queue_full"), (ClosingError("closing"), 503, "shutting_down"),
+        (CacheMemoryError("no memory"), 503, "out_of_memory"), (TimeoutReached("too long"), 504, "timeout"),
+        (PromptError("the prompt has 9 tokens and the context holds 8"), 400, "context_length_exceeded"),
+        (EngineError("secret"), 500, "internal_error"), (RuntimeError("secret"), 500, "internal_error"),
+    ],
+)  # fmt: skip
+def test_what_the_service_raises_has_its_status(refused, service, error, status, code):
+    service.refusal = error
+    try:
+        told = refused(CHATS, CHAT, status)
+    finally:
+        service.refusal = None
+    assert told["code"] == code and "secret" not in told["message"]
+    assert told["type"] == {429: "rate_limit_error", 400: "invalid_request_error"}.get(status, "server_error")
+
+
+def test_a_full_queue_says_when_to_come_back(client, service):
+    service.refusal = BusyError("full", 7)
+    try:
+        response = client.post(CHATS, json=CHAT)
+    finally:
+        service.refusal = None
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
