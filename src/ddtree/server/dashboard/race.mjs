@@ -1,0 +1,141 @@
+// One prompt answered twice, drafting on and off: the same text, and what it took.
+
+import { parting } from "./answer.mjs";
+import { fromStart } from "./charts.mjs";
+import { byId } from "./dom.mjs";
+import { figure, plural, seconds } from "./format.mjs";
+import { run, summary } from "./run.mjs";
+import { drawnSeed, sampling } from "./settings.mjs";
+
+const LANES = ["on", "off"];
+
+export class Race {
+  #control = null;
+  #model;
+  #drafting;
+  #ended;
+
+  // `ended(figures of the answer without drafting)` after a race that ran to its end.
+  constructor({ model, drafting, ended }) {
+    this.#model = model;
+    this.#drafting = drafting;
+    this.#ended = ended;
+    this.note = byId("race-note");
+    byId("race-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#start();
+    });
+    byId("race-input").addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.#start();
+    });
+    byId("race-stop").addEventListener("click", () => this.#control?.abort());
+  }
+
+  async #start() {
+    const words = byId("race-input").value.trim();
+    if (!words || this.#control) return;
+    let fields;
+    try {
+      fields = { seed: drawnSeed(), ...sampling() };
+    } catch (error) {
+      this.#say(error.message, "failed");
+      return;
+    }
+    const set = this.#drafting();
+    const on = { ...set, method: set.method === "off" ? "auto" : set.method };
+    if (on.drafter === null) delete on.drafter;
+    const overrides = { on, off: { method: "off" } };
+    byId("race-on-name").textContent = `Drafting on: ${on.method}`;
+    for (const lane of LANES) {
+      byId(`race-${lane}`).replaceChildren();
+      byId(`race-${lane}-figures`).textContent = "";
+    }
+    byId("race-result").hidden = false;
+    this.#busy(new AbortController());
+    const answers = {};
+    const go = async (lane) => {
+      const body = {
+        model: this.#model(),
+        messages: [{ role: "user", content: words }],
+        ...fields,
+        ddtree: overrides[lane],
+      };
+      byId(`race-${lane}-figures`).textContent = "running…";
+      answers[lane] = await run(body, byId(`race-${lane}`), this.#control.signal, (answer) => {
+        answers[lane] = answer;
+        this.#draw(answers);
+      });
+      byId(`race-${lane}-figures`).textContent = summary(answers[lane]);
+    };
+    try {
+      if (byId("race-at-once").checked) {
+        this.#say("Both are running, and share the machine.");
+        await Promise.all(LANES.map(go));
+      } else {
+        this.#say("First with drafting…");
+        await go("on");
+        if (!this.#control.signal.aborted) {
+          this.#say("Now without…");
+          await go("off");
+        }
+      }
+      if (this.#control.signal.aborted) this.#say("Stopped.");
+      else this.#judge(answers);
+    } catch (error) {
+      this.#control.abort();
+      this.#say(error.message, "failed");
+      for (const lane of LANES) {
+        if (byId(`race-${lane}-figures`).textContent === "running…") byId(`race-${lane}-figures`).textContent = "not finished";
+      }
+    } finally {
+      this.#busy(null);
+    }
+  }
+
+  #draw(answers) {
+    const tokens = (lane) => answers[lane]?.marks ?? [];
+    fromStart(byId("race-chart"), {
+      series: [
+        { points: tokens("on"), name: "drafting on" },
+        { points: tokens("off"), name: "off" },
+      ],
+      formatX: seconds,
+      formatY: figure,
+      label: "Tokens over seconds since each request began",
+    });
+  }
+
+  #judge({ on, off }) {
+    const at = parting(on.text, off.text);
+    const [fast, plain] = [on.figures(), off.figures()];
+    const gain = plain.total / fast.total;
+    const pace = gain >= 1.005 ? `${gain.toFixed(2)}× as fast` : `${(1 / gain).toFixed(2)}× as slow`;
+    if (at < 0) {
+      this.#say(
+        `Same text, ${plural(on.text.length, "character")}. Drafting: ${pace} ` +
+          `(${seconds(fast.total)} against ${seconds(plain.total)}).`,
+        "good",
+      );
+    } else {
+      this.#say(
+        `The texts part at character ${at + 1}: “${on.text.slice(at, at + 24)}” against “${off.text.slice(at, at + 24)}”. ` +
+          "In bfloat16 and float16 two scores closer than the rounding can swap; in float32 this is a bug.",
+        "failed",
+      );
+    }
+    this.#ended(plain);
+  }
+
+  #busy(control) {
+    this.#control = control;
+    byId("race-go").hidden = control !== null;
+    byId("race-stop").hidden = control === null;
+  }
+
+  #say(text, kind = "") {
+    this.note.textContent = text;
+    this.note.className = `note ${kind}`;
+  }
+}
