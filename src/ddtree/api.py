@@ -16,8 +16,10 @@ import torch
 
 from ddtree import prompts
 from ddtree.autoregressive import AutoregressiveTarget
+from ddtree.cache import out_of_memory
 from ddtree.demo import NAME as DEMO
 from ddtree.demo import demo_drafter
+from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import DrafterSpec, folder_of, load_drafter
 from ddtree.engine import Engine, Sequence
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
@@ -48,6 +50,9 @@ def load(
     dtype: str | torch.dtype | None = None,
     max_context: int | None = None,
     max_rows: int = 8,
+    prefill_chunk: int = 512,
+    cache_bytes: int | None = None,
+    prefix_bytes: int = 0,
 ) -> Model:
     """Load a target and what drafts for it.
 
@@ -60,6 +65,9 @@ def load(
         dtype: "float32", "bfloat16" or "float16"; the checkpoint's own by default.
         max_context: most tokens of prompt and answer; the model's own limit by default.
         max_rows: sequences decoded at once; more wait their turn.
+        prefill_chunk: prompt tokens per forward; answers that are running wait for no more of a new prompt at a time.
+        cache_bytes: memory that keys and values of what runs may take; as much as there is by default.
+        prefix_bytes: memory for what texts leave to later prompts that begin alike, such as a chat's next turn.
 
     Raises:
         CheckpointError: target or drafter is missing or damaged, or they do not fit together.
@@ -67,7 +75,14 @@ def load(
             With "auto" or "none" such a target is decoded autoregressively.
         ConfigError: an argument is out of range.
     """
-    check_whole("max_rows", max_rows)
+    for name, value in (
+        ("max_rows", max_rows),
+        ("prefill_chunk", prefill_chunk),
+        ("prefix_bytes", prefix_bytes),
+    ):
+        check_whole(name, value)
+    if cache_bytes is not None:
+        check_whole("cache_bytes", cache_bytes)
     if max_context is not None:
         check_whole("max_context", max_context)
     if isinstance(target, torch.nn.Module):
@@ -81,16 +96,22 @@ def load(
         model, own = load_causal_lm(target, device, dtype)
         tokenizer = tokenizer or own
     automatic = isinstance(drafter, str) and drafter == "auto"
+    bounds: dict[str, Any] = {
+        "max_rows": max_rows,
+        "prefill_chunk": prefill_chunk,
+        "cache_bytes": cache_bytes,
+        "prefix_bytes": prefix_bytes,
+    }
     plain = drafter is None or (isinstance(drafter, str) and drafter == "none")
     try:
         verifier = Target(model, tokenizer, max_context=max_context)
     except UnsupportedModelError:
         if automatic or plain:
-            return Model(Engine(AutoregressiveTarget(model, tokenizer, max_context), None, max_rows=max_rows))
+            return Model(Engine(AutoregressiveTarget(model, tokenizer, max_context), None, **bounds))
         raise
     if automatic:
         drafter = _automatic(target)
-    engine = Engine(verifier, load_drafter(drafter, verifier), max_rows=max_rows)
+    engine = Engine(verifier, load_drafter(drafter, verifier), **bounds)
     return Model(engine, drafter_folder=folder_of(drafter))
 
 
@@ -182,12 +203,12 @@ class Model:
             for ids in encoded:
                 sequences.append(self._add(ids, chosen, method, budget, depth))
             while any(sequence.finish_reason is None for sequence in sequences):
-                self._step()
+                self.step()
                 for sequence in sequences:
                     _raise_error(sequence)
         finally:
             for sequence in sequences:
-                self._cancel(sequence)
+                self.cancel(sequence)
         results = [Result.of(sequence) for sequence in sequences]
         return results if many else results[0]
 
@@ -207,6 +228,45 @@ class Model:
         chosen = self._params(params, sampling)
         ids = self.encode(prompt, chat=chat, chat_template_kwargs=chat_template_kwargs)
         return Stream(self, self._add(ids, chosen, method, budget, depth))
+
+    def step(self) -> None:
+        """Take one step of the engine, and with it of every answer on its way; whatever it raises ends them all.
+
+        Raises CacheMemoryError where the device has run out of memory.
+        """
+        with self._lock:
+            try:
+                self.engine.step()
+            except torch.OutOfMemoryError as error:
+                full = out_of_memory(self.target.device)
+                self._abandon(full)
+                raise full from error
+            except BaseException as error:
+                # A round that broke off leaves every row of it half done.
+                self._abandon(error)
+                raise
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End an answer of `engine` now, and free its row."""
+        with self._lock:
+            self.engine.cancel(sequence)
+
+    def renew(self) -> None:
+        """Put a fresh engine in the place of one that broke: a row could not be freed.
+
+        It drafts no more where the drafter's rows cannot be freed either.
+
+        Raises:
+            ConfigError: the model is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ConfigError("the model is closed: load it again")
+            old = self.engine
+            old.close()
+            drafter = old.drafter if _cleared(old.drafter, old.max_rows) else None
+            self.engine = old.renewed(drafter)
+            self.engine.policy = old.policy if drafter is old.drafter else None
 
     def close(self) -> None:
         """Cancel what runs and take our hooks off the target's model; it can no longer be used through this.
@@ -324,28 +384,8 @@ class Model:
             with suppress(ConfigError):
                 memory.save(file, self.engine.policy.acceptance)
 
-    def _step(self) -> None:
-        with self._lock:
-            try:
-                self.engine.step()
-            except torch.OutOfMemoryError as error:
-                full = CacheMemoryError(
-                    f"{self.target.device} ran out of memory: use fewer sequences at once, shorter prompts, a smaller "
-                    "budget or a smaller dtype"
-                )
-                self._abandon(full)
-                raise full from error
-            except BaseException as error:
-                # A round that broke off leaves every row of it half done.
-                self._abandon(error)
-                raise
-
-    def _cancel(self, sequence: Sequence) -> None:
-        with self._lock:
-            self.engine.cancel(sequence)
-
     def _abandon(self, error: BaseException | None) -> None:
-        for sequence in [*self.engine.running, *self.engine.waiting]:
+        for sequence in self.engine.sequences:
             if isinstance(error, Exception):
                 sequence.error = error
             with suppress(Exception):
@@ -373,13 +413,13 @@ class Stream(Iterator[Piece]):
             piece = self._piece()
             if piece is not None:
                 return piece
-            self._model._step()
+            self._model.step()
         raise StopIteration
 
     def close(self) -> None:
         """Cancel what is left of the answer; nothing happens when it has ended."""
         if self._result is None:
-            self._model._cancel(self._sequence)
+            self._model.cancel(self._sequence)
             self._result = Result.of(self._sequence)
 
     def __enter__(self) -> Self:
@@ -420,6 +460,19 @@ def _automatic(target: Any) -> DrafterSpec:
         except CheckpointError:
             pass
     return "lookup"
+
+
+def _cleared(drafter: Drafter | None, rows: int) -> bool:
+    """Free all rows of a drafter that may hold some; returns whether that could be done."""
+    for part in parts_of(drafter):
+        try:
+            for _ in range(rows + 1):
+                part.drop_row(0)
+        except IndexError:
+            continue
+        except Exception:
+            return False
+    return True
 
 
 def _raise_error(sequence: Sequence) -> None:

@@ -22,6 +22,9 @@ from ddtree.tree import DraftTree
 class NativeCache:
     """One cache of the model's own making per row, packed like `KVCache`."""
 
+    # What the model keeps in it is the model's affair.
+    used_bytes = reserved_bytes = 0
+
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.states: list[Any] = []
@@ -38,6 +41,12 @@ class NativeCache:
     def drop_row(self, row: int) -> None:
         drop_row(self.lengths, row)
         drop_row(self.states, row)
+
+    def take(self, other: NativeCache) -> int:
+        """Append a row with what the only row of another cache holds; returns its index."""
+        self.lengths.append(other.lengths[0])
+        self.states.append(other.states[0])
+        return self.rows - 1
 
     def commit(self, paths: list[list[int]]) -> None:
         """Nothing to cut: only roots are ever processed, and they are always accepted."""
@@ -72,7 +81,8 @@ class AutoregressiveTarget:
     def close(self) -> None:
         """Nothing was put on the model."""
 
-    def new_cache(self) -> NativeCache:
+    def new_cache(self, tokens: int | None = None) -> NativeCache:
+        """An empty cache; it grows as the model lets it, whatever `tokens` says."""
         return NativeCache()
 
     def prefill(

@@ -21,6 +21,8 @@ from ddtree.rows import drop_row
 _FIRST_TOKENS = 256
 
 Kind = tuple[int, int, torch.dtype]
+Columns = list[tuple[Tensor, Tensor]]
+"""Keys and values of some tokens of one row, layer by layer, [H, n, D]."""
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -36,6 +38,13 @@ def available_bytes(device: torch.device) -> int | None:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return None
+
+
+def out_of_memory(device: torch.device) -> CacheMemoryError:
+    """What to tell a user of a `torch.OutOfMemoryError`."""
+    return CacheMemoryError(
+        f"{device} ran out of memory: use fewer sequences at once, shorter prompts, a smaller budget or a smaller dtype"
+    )
 
 
 class KVCache:
@@ -69,6 +78,21 @@ class KVCache:
     @property
     def rows(self) -> int:
         return len(self.lengths)
+
+    @property
+    def token_bytes(self) -> int:
+        """Memory of one token of one row; 0 before anything was appended."""
+        return sum(s.element_size() * len(s) * s.shape[2] * s.shape[4] for s in self._stacks)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of the committed tokens."""
+        return self.token_bytes * sum(self.lengths)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of the buffers."""
+        return self.token_bytes * self._row_capacity * self._token_capacity
 
     @property
     def capacity(self) -> int:
@@ -150,9 +174,62 @@ class KVCache:
             self.lengths[row] += len(path)
         self.pending = 0
 
+    def shape(self, rows: int, tokens: int) -> tuple[int, int]:
+        """Rows and tokens of buffers that grew, from none, to hold so many rows of so many tokens."""
+        return self._shape(rows, tokens, 1, min(_FIRST_TOKENS, self.max_tokens))
+
+    @torch.inference_mode()
+    def confine(self, rows: int, tokens: int, limit: int) -> None:
+        """Give memory back where growing to buffers of `shape` would lead to more than `limit` bytes.
+
+        Buffers never shrink by themselves, so one row may have left them long, and many short ones wide.
+
+        Raises:
+            CacheMemoryError: the device has no room for the smaller buffers beside the old ones.
+        """
+        grown = max(rows, self._row_capacity) * max(tokens, self._token_capacity)
+        if self.token_bytes * grown > limit:
+            self._restack(min(rows, self._row_capacity), min(tokens, self._token_capacity))
+
     def truncate(self, row: int, length: int) -> None:
         """Forget the tokens of a row after the first `length`."""
         self.lengths[row] = min(self.lengths[row], length)
+
+    def read(self, row: int, start: int, stop: int) -> Columns:
+        """Views of the keys and values of a row's committed tokens start..stop-1."""
+        pairs = zip(self._keys, self._values, strict=True)
+        return [
+            (keys[row, :, start:stop], values[row, :, start:stop])
+            for keys, values in pairs
+            if keys is not None and values is not None
+        ]
+
+    @torch.inference_mode()
+    def write(self, row: int, columns: Columns) -> None:
+        """Append committed tokens to a row.
+
+        Raises:
+            CacheMemoryError: the device cannot hold the grown cache.
+        """
+        count = columns[0][0].shape[1]
+        self.open(row, row + 1, count)
+        for layer, (keys, values) in enumerate(columns):
+            self.update(keys[None], values[None], layer)
+        self.lengths[row] += count
+
+    def take(self, other: KVCache) -> int:
+        """Append a row with what the only row of another cache holds; returns its index.
+
+        Raises:
+            CacheMemoryError: the device cannot hold the grown cache; no row was added.
+        """
+        row = self.add_row()
+        try:
+            self.write(row, other.read(0, 0, other.lengths[0]))
+        except CacheMemoryError:
+            self.drop_row(row)
+            raise
+        return row
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths, default=0)
@@ -189,34 +266,38 @@ class KVCache:
     def _grow(self, rows: int, tokens: int) -> None:
         if rows <= self._row_capacity and tokens <= self._token_capacity:
             return
-        row_capacity = self._row_capacity
-        while row_capacity < rows:
-            row_capacity *= 2
-        token_capacity = self._token_capacity
-        while token_capacity < tokens:
-            token_capacity *= 2
-        token_capacity = max(tokens, min(token_capacity, self.max_tokens))
+        row_capacity, token_capacity = self._shape(rows, tokens, self._row_capacity, self._token_capacity)
         self._check_memory(row_capacity, token_capacity)
         self._restack(row_capacity, token_capacity)
-        self._row_capacity, self._token_capacity = row_capacity, token_capacity
+
+    def _shape(self, rows: int, tokens: int, row_capacity: int, token_capacity: int) -> tuple[int, int]:
+        """Rows and tokens of buffers that had so many of each and must hold so many."""
+        while row_capacity < rows:
+            row_capacity *= 2
+        while token_capacity < tokens:
+            token_capacity *= 2
+        return row_capacity, max(tokens, min(token_capacity, self.max_tokens))
 
     def _restack(self, rows: int, tokens: int) -> None:
-        """Put the buffers of one kind into one new stack, with room for so many rows and tokens."""
+        """Put the buffers of one kind into one new stack, of so many rows and tokens, which hold what is committed."""
         kinds: dict[Kind, list[tuple[list[Tensor | None], int, Tensor]]] = {}
         for buffers in (self._keys, self._values):
             for layer, buffer in enumerate(buffers):
                 if buffer is not None:
                     kinds.setdefault(_kind(buffer), []).append((buffers, layer, buffer))
-        self._stacks, self._free = [], {}
+        # All are made before any is used: without room for one, the old ones stay as they are.
+        stacks = [
+            self._zeros((len(members), rows, heads, tokens, size), dtype, members[0][2].device)
+            for (heads, size, dtype), members in kinds.items()
+        ]
+        self._stacks, self._free = stacks, {}
         self.version += 1
-        for members in kinds.values():
-            old = members[0][2]
-            shape = (len(members), rows, old.shape[1], tokens, old.shape[3])
-            stack = self._zeros(shape, old.dtype, old.device)
+        for stack, members in zip(stacks, kinds.values(), strict=True):
             for place, (buffers, layer, buffer) in enumerate(members):
-                stack[place, : buffer.shape[0], :, : buffer.shape[2]] = buffer
+                kept = buffer[:rows, :, :tokens]
+                stack[place, : kept.shape[0], :, : kept.shape[2]] = kept
                 buffers[layer] = stack[place]
-            self._stacks.append(stack)
+        self._row_capacity, self._token_capacity = rows, tokens
 
     def _check_memory(self, rows: int, tokens: int) -> None:
         if not self._stacks:

@@ -153,8 +153,9 @@ class Target:
         """Take our hooks off the model again."""
         self.use_features(())
 
-    def new_cache(self) -> KVCache:
-        return KVCache(self.max_context + MAX_BUDGET + 1, self.num_layers)
+    def new_cache(self, tokens: int | None = None) -> KVCache:
+        """An empty cache, for rows of at most so many tokens; by default whatever the context and a tree may need."""
+        return KVCache(tokens or self.max_context + MAX_BUDGET + 1, self.num_layers)
 
     def prefill(
         self, cache: KVCache, row: int, tokens: list[int], chunk: int = 512
