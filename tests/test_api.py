@@ -198,7 +198,7 @@ def test_a_stream_read_while_another_thread_ends_its_answer_gets_all_of_it(model
 
     lock, reader = model._lock, threading.Thread(target=read)
     monkeypatch.setattr(model, "_lock", Watched())
-    stepper = threading.Thread(target=model._step)
+    stepper = threading.Thread(target=model.step)
     stepper.start()
     assert ends.wait(30)
     reader.start()

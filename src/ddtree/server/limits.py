@@ -54,3 +54,10 @@ class ClosingError(DDTreeError):
 
 class TimeoutReached(DDTreeError):
     """An answer took longer than `Limits.request_timeout`."""
+
+
+class EngineError(DDTreeError):
+    """The engine failed and ended every answer that it was making; HTTP's 500."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"the engine failed ({cause}): send the request again")

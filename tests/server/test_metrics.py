@@ -1,0 +1,198 @@
+"""Figures: Prometheus can read them, their names are those clients look for, and they count what happened."""
+
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ddtree.policy import OFF, Choice
+from ddtree.policy.arms import Arm
+from ddtree.server.metrics import Metrics
+from ddtree.server.reports import Reports
+from ddtree.server.rolling import Rolling
+from ddtree.stats import Stats
+from ddtree.tree import DraftTree
+
+TREE = Arm("tree", ("lookup",))
+
+
+def a_round(accepted=(2, 0), sizes=(4, 1), arms=(TREE, OFF), verify=0.25):
+    """A round whose first `accepted` nodes of each row lie on a path."""
+    trees = [chain(size) for size in sizes]
+    return SimpleNamespace(
+        rows=[SimpleNamespace(tokens=[1, 99]) for _ in sizes],
+        choices=[Choice(arm, 8) for arm in arms],
+        tree=DraftTree.stack(trees),
+        paths=[list(range(count + 1)) for count in accepted],
+        seconds={"draft": 0.25, "verify": verify},
+    )
+
+
+def chain(size):
+    tree = DraftTree.root([7])
+    return DraftTree(
+        tree.tokens.new_tensor([[7 + at for at in range(size)]]),
+        tree.parents.new_tensor([[max(0, at - 1) for at in range(size)]]),
+        tree.depths.new_tensor([list(range(size))]),
+        tree.logprobs.new_tensor([[-0.5 * at for at in range(size)]]),
+        [size],
+    )
+
+
+def read(metrics):
+    """name -> {labels: value} of everything that is told."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def value(metrics, name, **labels):
+    return read(metrics)[name][tuple(sorted(labels.items()))]
+
+
+def test_load_clients_find_the_lines_they_look_for():
+    metrics = Metrics("a model")
+    metrics.round(a_round())
+    lines = metrics.text().decode().splitlines()
+    told = {
+        line.split(None, 1)[0]: float(line.split(None, 1)[1]) for line in lines if line.startswith("vllm:")
+    }
+    labels = 'engine="0",model_name="a_model"'
+    assert told.pop(f"vllm:spec_decode_num_drafts_total{{{labels}}}") == 1
+    assert told.pop(f"vllm:spec_decode_num_draft_tokens_total{{{labels}}}") == 3
+    assert told.pop(f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}}") == 2
+    per_depth = [
+        told.pop(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}}')
+        for place in range(16)
+    ]
+    assert per_depth == [1, 1, *14 * [0]] and not told
+
+
+def test_rounds_are_counted():
+    metrics = Metrics("m")
+    metrics.round(a_round())
+    metrics.round(a_round(accepted=(3,), sizes=(4,), arms=(TREE,)))
+    assert value(metrics, "ddtree_rounds_total") == 2
+    assert value(metrics, "ddtree_draft_nodes_total") == 6
+    assert value(metrics, "ddtree_accepted_tokens_total") == 5
+    assert [value(metrics, "ddtree_accepted_tokens_per_depth_total", depth=str(d)) for d in (1, 2, 3, 4)] == [
+        2, 2, 1, 0,
+    ]  # fmt: skip
+    assert value(metrics, "ddtree_arm_rounds_total", arm="tree@lookup") == 2
+    assert value(metrics, "ddtree_arm_rounds_total", arm="off") == 1
+
+
+def test_answers_are_counted():
+    metrics = Metrics("m")
+    metrics.first(0.3)
+    metrics.queued(0.02)
+    metrics.tokens(4, 0.08)
+    stats = Stats(prompt_tokens=10, cached_tokens=6, output_tokens=5)
+    metrics.ended("stop", stats, 0.4, 0.02)
+    metrics.ended("cancelled", Stats(prompt_tokens=3), 0.1, None)
+    found = read(metrics)
+    assert found["ddtree_requests_total"] == {
+        (("finish_reason", "stop"),): 1, (("finish_reason", "cancelled"),): 1,
+    }  # fmt: skip
+    for name, total in (("prompt", 13), ("cached_prompt", 6), ("generation", 5)):
+        assert found[f"ddtree_{name}_tokens_total"] == {(): total}
+    for name, count, total in (
+        ("time_to_first_token", 1, 0.3),
+        ("inter_token_latency", 4, 0.08),
+        ("inter_chunk_latency", 1, 0.08),
+        ("time_per_output_token", 1, 0.02),
+        ("request_latency", 2, 0.5),
+        ("queue_time", 1, 0.02),
+    ):
+        assert found[f"ddtree_{name}_seconds_count"][()] == count
+        assert found[f"ddtree_{name}_seconds_sum"][()] == pytest.approx(total)
+
+
+def test_gauges_time_switches_and_refusals_are_told():
+    metrics = Metrics("m")
+    rows = [3]
+    metrics.gauge("rows_running", "Rows.", lambda: rows[0])
+    assert value(metrics, "ddtree_rows_running") == 3
+    rows[0] = 4
+    assert value(metrics, "ddtree_rows_running") == 4
+    metrics.spent({"draft": 0.5, "verify": 1.0})
+    metrics.switched("off", "tree@lookup")
+    metrics.refused("busy")
+    metrics.failed()
+    assert value(metrics, "ddtree_time_total", part="verify") == 1
+    assert value(metrics, "ddtree_arm_switches_total", before="off", after="tree@lookup") == 1
+    assert value(metrics, "ddtree_refused_total", reason="busy") == value(
+        metrics, "ddtree_engine_errors_total"
+    )
+
+
+def test_nothing_is_said_of_when_series_began():
+    metrics = Metrics("m")
+    metrics.round(a_round())
+    metrics.first(1.0)
+    assert "_created" not in metrics.text().decode()
+
+
+def test_two_servers_of_a_process_count_apart():
+    one, other = Metrics("m"), Metrics("m")
+    one.round(a_round())
+    assert value(other, "ddtree_rounds_total") == 0
+
+
+def test_rolling_figures_are_of_the_last_while():
+    now = [0.0]
+    rolling = Rolling(lambda: now[0])
+    assert rolling.figures() == {
+        "tau": None, "tokens_per_second": None, "ttft_p50": None, "tpot_p50": None, "by_arm": {},
+    }  # fmt: skip
+    rolling.round(a_round())
+    for seconds in (1.0, 2.0, 9.0):
+        rolling.first(seconds)
+        rolling.ended(seconds / 10)
+    found = rolling.figures()
+    assert (found["tau"], found["tokens_per_second"]) == (2.0, 8.0)
+    assert (found["ttft_p50"], found["tpot_p50"]) == (2.0, 0.2)
+    assert found["by_arm"] == {
+        "tree@lookup": {"rounds": 1, "tau": 3.0, "tokens_per_second": 6.0},
+        "off": {"rounds": 1, "tau": 1.0, "tokens_per_second": 2.0},
+    }
+    assert rolling.accepted_per_depth()[:3] == [0.5, 0.5, 0.0]
+    now[0] = 31.0
+    assert rolling.figures()["tau"] is None and rolling.figures()["by_arm"] == found["by_arm"]
+
+
+def test_reports_are_throttled_and_lose_no_token():
+    now, told = [0.0], []
+    reports = Reports(None, lambda: now[0])
+    reports.round(a_round())
+    stop = reports.watch(told.append)
+    for _ in range(10):
+        now[0] += 0.02
+        reports.round(a_round())
+    assert 3 <= len(told) <= 5
+    now[0] += 1
+    reports.round(a_round())
+    assert sum(report["rounds"] for report in told) == 12 and sum(report["made"] for report in told) == 48
+    last = told[-1]
+    assert (last["rows"], last["arm"], last["accepted"], last["nodes"]) == (
+        2,
+        "tree@lookup, off",
+        [2, 0],
+        [3, 0],
+    )
+    assert last["tree"] == {
+        "row": 0,
+        "tokens": ["7", "8", "9", "10"],
+        "parents": [0, 0, 1, 2],
+        "depths": [0, 1, 2, 3],
+        "logprobs": [0.0, -0.5, -1.0, -1.5],
+        "path": [0, 1, 2],
+        "next": "99",
+    }
+    stop()
+    stop()
+    now[0] += 1
+    reports.round(a_round())
+    assert told[-1] is last
