@@ -16,6 +16,7 @@ import torch
 
 from ddtree import prompts
 from ddtree.autoregressive import AutoregressiveTarget
+from ddtree.cache import out_of_memory
 from ddtree.demo import NAME as DEMO
 from ddtree.demo import demo_drafter
 from ddtree.drafters import Drafter, parts_of
@@ -49,6 +50,9 @@ def load(
     dtype: str | torch.dtype | None = None,
     max_context: int | None = None,
     max_rows: int = 8,
+    prefill_chunk: int = 512,
+    cache_bytes: int | None = None,
+    prefix_bytes: int = 0,
 ) -> Model:
     """Load a target and what drafts for it.
 
@@ -61,6 +65,9 @@ def load(
         dtype: "float32", "bfloat16" or "float16"; the checkpoint's own by default.
         max_context: most tokens of prompt and answer; the model's own limit by default.
         max_rows: sequences decoded at once; more wait their turn.
+        prefill_chunk: prompt tokens per forward; answers that are running wait for no more of a new prompt at a time.
+        cache_bytes: memory that keys and values of what runs may take; as much as there is by default.
+        prefix_bytes: memory for what texts leave to later prompts that begin alike, such as a chat's next turn.
 
     Raises:
         CheckpointError: target or drafter is missing or damaged, or they do not fit together.
@@ -68,7 +75,14 @@ def load(
             With "auto" or "none" such a target is decoded autoregressively.
         ConfigError: an argument is out of range.
     """
-    check_whole("max_rows", max_rows)
+    for name, value in (
+        ("max_rows", max_rows),
+        ("prefill_chunk", prefill_chunk),
+        ("prefix_bytes", prefix_bytes),
+    ):
+        check_whole(name, value)
+    if cache_bytes is not None:
+        check_whole("cache_bytes", cache_bytes)
     if max_context is not None:
         check_whole("max_context", max_context)
     if isinstance(target, torch.nn.Module):
@@ -82,16 +96,22 @@ def load(
         model, own = load_causal_lm(target, device, dtype)
         tokenizer = tokenizer or own
     automatic = isinstance(drafter, str) and drafter == "auto"
+    bounds: dict[str, Any] = {
+        "max_rows": max_rows,
+        "prefill_chunk": prefill_chunk,
+        "cache_bytes": cache_bytes,
+        "prefix_bytes": prefix_bytes,
+    }
     plain = drafter is None or (isinstance(drafter, str) and drafter == "none")
     try:
         verifier = Target(model, tokenizer, max_context=max_context)
     except UnsupportedModelError:
         if automatic or plain:
-            return Model(Engine(AutoregressiveTarget(model, tokenizer, max_context), None, max_rows=max_rows))
+            return Model(Engine(AutoregressiveTarget(model, tokenizer, max_context), None, **bounds))
         raise
     if automatic:
         drafter = _automatic(target)
-    engine = Engine(verifier, load_drafter(drafter, verifier), max_rows=max_rows)
+    engine = Engine(verifier, load_drafter(drafter, verifier), **bounds)
     return Model(engine, drafter_folder=folder_of(drafter))
 
 
@@ -218,10 +238,7 @@ class Model:
             try:
                 self.engine.step()
             except torch.OutOfMemoryError as error:
-                full = CacheMemoryError(
-                    f"{self.target.device} ran out of memory: use fewer sequences at once, shorter prompts, a smaller "
-                    "budget or a smaller dtype"
-                )
+                full = out_of_memory(self.target.device)
                 self._abandon(full)
                 raise full from error
             except BaseException as error:
@@ -368,7 +385,7 @@ class Model:
                 memory.save(file, self.engine.policy.acceptance)
 
     def _abandon(self, error: BaseException | None) -> None:
-        for sequence in [*self.engine.running, *self.engine.waiting]:
+        for sequence in self.engine.sequences:
             if isinstance(error, Exception):
                 sequence.error = error
             with suppress(Exception):

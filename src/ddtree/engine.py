@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddtree.admission import Admission
 from ddtree.autoregressive import AutoregressiveTarget
+from ddtree.cache import out_of_memory
 from ddtree.drafters import Drafter, DraftRow, parts_of
 from ddtree.drafters.claims import claim, release
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
+from ddtree.joining import Joining
 from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
+from ddtree.prefixes import PrefixStore
 from ddtree.rows import drop_row
 from ddtree.sampling import Sampler, SamplingParams
 from ddtree.sequence import FinishReason, Sequence
@@ -60,15 +65,18 @@ class Engine:
         drafter: what proposes; None decodes autoregressively.
         max_rows: sequences decoded at once; more wait their turn.
         prefill_chunk: prompt tokens per forward.
-        cache_bytes: memory that keys and values may take; None for as much as there is.
-        prefix_bytes: memory for what ended sequences leave to later prompts that begin alike; 0 for none.
+        cache_bytes: memory that keys and values of what runs may take; a sequence waits until all that it can come to
+            fits. None: as much as there is.
+        prefix_bytes: memory for what texts leave to later prompts that begin alike; 0 for none. Targets with caches
+            of their own leave nothing.
 
     Attributes:
         listener: called after each round, within `step`; it must be cheap.
-        joining: the sequence whose prompt is being processed.
+        prefixes: what texts left, or None.
 
     Raises:
         ConfigError: an argument is out of range, or the drafter is in use by another engine.
+        UnsupportedModelError: a drafter that needs features was given with a target that has none.
     """
 
     def __init__(
@@ -83,6 +91,8 @@ class Engine:
     ) -> None:
         if max_rows < 1 or prefill_chunk < 1:
             raise ConfigError(f"max_rows={max_rows} and prefill_chunk={prefill_chunk} must be at least 1")
+        if prefix_bytes < 0:
+            raise ConfigError(f"prefix_bytes={prefix_bytes} must be at least 0")
         claim(drafter, self)
         self.target = target
         self.drafter = drafter
@@ -99,17 +109,34 @@ class Engine:
         self.clock = Clock()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.joining: Sequence | None = None
         self.listener: Callable[[Round], None] | None = None
+        self._joining: Joining | None = None
+        # Whether the running rows have waited for a prompt since their last round.
+        self._waited = False
         self._stepping = False
         self._closed = ""
         # Each kind of target takes the kind of cache that it makes.
         self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
+        self._admission = None if cache_bytes is None else Admission(target, cache_bytes)
+        self.prefixes: PrefixStore | None = None
+        if prefix_bytes and not isinstance(target, AutoregressiveTarget):
+            self.prefixes = PrefixStore(prefix_bytes, features=bool(target.feature_layers))
 
     @property
     def idle(self) -> bool:
-        return not self.running and not self.waiting
+        return not self.sequences
+
+    @property
+    def joining(self) -> Sequence | None:
+        """The sequence whose prompt is being processed."""
+        return None if self._joining is None else self._joining.sequence
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that have not left: running, joining, waiting."""
+        joining = [] if self.joining is None else [self.joining]
+        return [*self.running, *joining, *self.waiting]
 
     @property
     def closed(self) -> bool:
@@ -118,7 +145,11 @@ class Engine:
 
     def kv_bytes(self) -> tuple[int, int]:
         """Bytes of keys and values in use, and how many there may be: `cache_bytes`, or those of the buffers."""
-        return 0, 0
+        caches = [self._cache] if self._joining is None else [self._cache, self._joining.cache]
+        used = sum(cache.used_bytes for cache in caches)
+        if self._admission is not None:
+            return used, self._admission.limit
+        return used, sum(cache.reserved_bytes for cache in caches)
 
     def add(
         self,
@@ -131,7 +162,7 @@ class Engine:
         members: tuple[str, ...] | None = None,
         text: Detokenizer | None = None,
     ) -> Sequence:
-        """Queue a prompt; it joins at the next `step` that has a free row.
+        """Queue a prompt; it joins when its turn comes and there is a free row.
 
         Args:
             prompt: token ids.
@@ -143,7 +174,7 @@ class Engine:
             text: makes text of the tokens, and finds stop strings.
 
         Raises:
-            PromptError: the prompt is empty, holds unknown ids, or leaves no room in the context.
+            PromptError: the prompt is empty, holds unknown ids, or leaves no room in the context or in `cache_bytes`.
             ConfigError: method, budget, depth or members is out of range, or the engine is closed.
         """
         request = self.request(method, budget, depth, members, sampled=not params.greedy)
@@ -174,6 +205,8 @@ class Engine:
         """Make what `queue` takes, with the checks and errors of `add`. Any thread may, while another runs steps."""
         self._check_open()
         self._check_prompt(prompt)
+        if self._admission is not None:
+            self._admission.check(len(prompt), params.max_tokens)
         sampler = Sampler(
             params,
             prompt_length=len(prompt),
@@ -184,7 +217,7 @@ class Engine:
         return Sequence(prompt, sampler.params, sampler, text, request)
 
     def queue(self, sequence: Sequence) -> None:
-        """Let a sequence join at the next `step` that has a free row."""
+        """Let a sequence join when its turn comes and there is a free row."""
         self._check_open()
         self.waiting.append(sequence)
 
@@ -200,7 +233,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs and let others use the drafter; nothing can be added any more."""
-        for sequence in [*self.running, *self.waiting]:
+        for sequence in self.sequences:
             self.cancel(sequence)
         self._closed = self._closed or "the engine is closed: load the model again"
         release(self.drafter, self)
@@ -211,48 +244,87 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Let waiting sequences join, or else run one round; returns the sequences that moved on.
+        """Process a chunk of a waiting prompt, or run one round; returns the sequences that moved on.
 
-        Those that joined have their first token. Those with a `finish_reason` have left.
+        Where there is both to do, the two take turns, so that running rows wait for one chunk between two rounds.
+        While nothing runs, all prompts of one chunk join in one step. Those that joined have their first token. Those
+        with a `finish_reason` have left.
         """
         if self._stepping:
             raise ConfigError("a step is running: a processor cannot decode with the engine that runs it")
         self._check_open()
         self._stepping = True
-        moved = []
         try:
-            while self.waiting and len(self.running) < self.max_rows:
-                moved.append(self._join(self.waiting.popleft()))
-            if not moved and self.running:
+            if self.running and (self._waited or not self._next()):
                 moved = list(self.running)
                 self._round()
+                self._waited = False
+            else:
+                moved = self._prefill()
+                self._waited = bool(self.running)
         finally:
             self._stepping = False
         self._leave()
         return moved
 
-    def _join(self, sequence: Sequence) -> Sequence:
-        """Prefill a prompt and emit the first token at once: no draft stands between."""
-        row = self._cache.add_row()
+    def _prefill(self) -> list[Sequence]:
+        """One chunk; or, while nothing runs, all prompts that take no more than one, after the end of the first."""
+        alone = not self.running
+        moved: list[Sequence] = []
+        while (joining := self._next()) and (not moved or joining.left <= self.prefill_chunk):
+            if self._advance(joining):
+                moved.append(joining.sequence)
+            if joining is self._joining or not alone:
+                break
+        return moved
+
+    def _next(self) -> Joining | None:
+        """The prompt that is being processed; the first waiting one, if there is room for it, where there was none."""
+        if self._joining is None and self.waiting and len(self.running) < self.max_rows:
+            sequence = self.waiting[0]
+            if self._admission is None or self._admission.admit(self.running, sequence):
+                self.waiting.popleft()
+                # The logits of the last token are wanted: it is processed in any case.
+                known = self.prefixes.find(sequence.tokens[:-1]) if self.prefixes else []
+                self._joining = Joining(sequence, self.target, self.prefill_chunk, known)
+        return self._joining
+
+    def _advance(self, joining: Joining) -> bool:
+        """Process a chunk of a prompt; whether it was the last one, or has failed."""
+        sequence, before, logits = joining.sequence, dict(self.clock.seconds), None
+        try:
+            with self.clock("prefill"):
+                if self._admission is not None:
+                    self._admission.confine(self._cache, sequence)
+                logits = joining.advance()
+                if logits is not None:
+                    self._join(joining, logits)
+        except (CacheMemoryError, torch.OutOfMemoryError) as error:
+            known = isinstance(error, CacheMemoryError)
+            sequence.error = error if known else out_of_memory(self.target.device)
+            sequence.finish("error")
+        self._account(before, [sequence])
+        if logits is None and sequence.error is None:
+            return False
+        self._joining = None
+        sequence.began()
+        return True
+
+    def _join(self, joining: Joining, logits: Tensor) -> None:
+        """Make a row of a prompt and emit the first token at once: no draft stands between."""
+        sequence = joining.sequence
+        row = self._cache.take(joining.cache)
         self.running.append(sequence)
         if self.drafter:
             self.drafter.add_row()
-        before = dict(self.clock.seconds)
-        try:
-            with self.clock("prefill"):
-                chunks = self.target.prefill(self._cache, row, sequence.tokens, self.prefill_chunk)
-                for tokens, forward in chunks:
-                    if self.drafter:
-                        features = forward.features
-                        self.drafter.observe(row, tokens, None if features is None else features[0])
-                assert forward.logits is not None
-                self._emit(sequence, forward.logits[0, -1])
-        except CacheMemoryError as error:
-            sequence.error = error
-            sequence.finish("error")
-        sequence.began()
-        self._account(before, [sequence])
-        return sequence
+        if self.prefixes is not None:
+            features = [part for _, part in joining.observed if part is not None]
+            prompt = sequence.tokens[: sequence.prompt_length]
+            self.prefixes.add_row(prompt, partial(self._cache.read, row), features)
+        if self.drafter:
+            for tokens, own in joining.observed:
+                self.drafter.observe(row, tokens, own)
+        self._emit(sequence, logits)
 
     def _round(self) -> None:
         before = dict(self.clock.seconds)
@@ -327,11 +399,15 @@ class Engine:
         room = self.target.max_context - len(sequence.tokens) - 1
         left = sequence.params.max_tokens - sequence.output_length - 1
         depth = min(sequence.request.depth, room, left)
+        budget = choice.budget
+        if self._admission is not None:
+            # Rows are as wide as the longest with its nodes, and recorded passes may add half as many.
+            budget = min(budget, (self._admission.columns - max(self._cache.lengths)) * 2 // 3 - 1)
         if choice.arm == OFF:
             depth = 0
         return DraftRow(
             sequence.tokens,
-            choice.budget,
+            budget,
             max(0, depth),
             choice.arm.method == "chain",
             None if sequence.params.greedy else sequence.sampler.noise,
@@ -386,35 +462,47 @@ class Engine:
         return None
 
     def _observe(self, paths: list[list[int]], lengths: list[int], features: Tensor | None) -> None:
-        if self.drafter is None:
-            return
         for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
             tokens = self.running[row].tokens[length - 1 : length - 1 + len(path)]
-            self.drafter.observe(row, tokens, None if features is None else features[row, path])
+            own = None if features is None else features[row, path]
+            if self.drafter:
+                self.drafter.observe(row, tokens, own)
+            if self.prefixes is not None:
+                self.prefixes.observe(row, own)
 
     def _leave(self) -> None:
         """Free the rows of ended sequences; the last row takes a freed one's place."""
+        if self.joining is not None and self.joining.finish_reason is not None:
+            self._joining = None
         for row in reversed(range(len(self.running))):
             if self.running[row].finish_reason is not None:
                 try:
-                    self._cache.drop_row(row)
-                    if self.drafter:
-                        self.drafter.drop_row(row)
+                    self._free(row)
                 except BaseException as error:
                     self._break(error)
                     raise
                 drop_row(self.running, row)
 
+    def _free(self, row: int) -> None:
+        if self.prefixes is not None:
+            sequence = self.running[row]
+            left = None if sequence.error else sequence.tokens[: self._cache.lengths[row]]
+            self.prefixes.drop_row(row, left, partial(self._cache.read, row))
+        self._cache.drop_row(row)
+        if self.drafter:
+            self.drafter.drop_row(row)
+
     def _break(self, error: BaseException) -> None:
         """Give up: a row that is freed on one side only would go on with another's state."""
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         self._closed = f"the engine is closed, a row could not be freed ({cause}): load the model again"
-        for sequence in [*self.running, *self.waiting]:
+        for sequence in self.sequences:
             if sequence.finish_reason is None:
                 sequence.error = error if isinstance(error, Exception) else None
                 sequence.finish("error" if sequence.error else "cancelled")
         self.running.clear()
         self.waiting.clear()
+        self._joining = None
         self._cache = self.target.new_cache()
 
     def _check_open(self) -> None:
