@@ -121,7 +121,7 @@ def test_gauges_time_switches_and_refusals_are_told():
     metrics.switched("off", "tree@lookup")
     metrics.refused("busy")
     metrics.failed()
-    assert value(metrics, "ddtree_time_total", part="verify") == 1
+    assert value(metrics, "ddtree_time_seconds_total", part="verify") == 1
     assert value(metrics, "ddtree_arm_switches_total", before="off", after="tree@lookup") == 1
     assert value(metrics, "ddtree_refused_total", reason="busy") == value(
         metrics, "ddtree_engine_errors_total"

@@ -68,7 +68,7 @@ class Metrics:
         self._depths = counter("accepted_tokens_per_depth", "Drafted nodes accepted, by depth.", "depth")
         self._arms = counter("arm_rounds", "Rounds of a row, by how it was drafted for.", "arm")
         self._switches = counter("arm_switches", "Changes of arm by the controller.", "before", "after")
-        self._parts = counter("time", "Seconds spent, by part of a round.", "part")
+        self._parts = counter("time_seconds", "Seconds spent, by part of a round.", "part")
         self._gauges: dict[str, Gauge] = {}
 
         labels = {"engine": "0", "model_name": "_".join(name.split())}
