@@ -18,9 +18,10 @@ from torch import Tensor
 from ddtree.admission import Admission
 from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.cache import out_of_memory
+from ddtree.checks import check_drafting, check_members, check_prompt
 from ddtree.drafters import Drafter, DraftRow, parts_of
 from ddtree.drafters.claims import claim, release
-from ddtree.errors import CacheMemoryError, ConfigError, PromptError
+from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.joining import Joining
 from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
 from ddtree.prefixes import PrefixStore
@@ -30,7 +31,7 @@ from ddtree.sequence import FinishReason, Sequence
 from ddtree.stats import Clock
 from ddtree.target import Target
 from ddtree.text import Detokenizer
-from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
+from ddtree.tree import MAX_DEPTH, DraftTree, walk
 
 __all__ = ["Engine", "FinishReason", "Round", "Sequence"]
 
@@ -191,7 +192,10 @@ class Engine:
         Args:
             sampled: the sequence's temperature is above 0.
         """
-        self._check_drafting(method, budget, depth, members)
+        check_drafting(method, budget, depth)
+        check_members(members, self.members)
+        if self.policy is None and self.drafter is not None and "auto" in (method, budget):
+            raise ConfigError("method or budget is auto and the engine has no policy: set Engine.policy")
         drafting = self.members if members is None else tuple(m for m in self.members if m in members)
         if method == "off" or budget == 0 or not drafting:
             method, budget, drafting = "off", 0, ()
@@ -204,7 +208,7 @@ class Engine:
     ) -> Sequence:
         """Make what `queue` takes, with the checks and errors of `add`. Any thread may, while another runs steps."""
         self._check_open()
-        self._check_prompt(prompt)
+        check_prompt(prompt, self.target.vocab_size, self.target.max_context)
         if self._admission is not None:
             self._admission.check(len(prompt), params.max_tokens)
         sampler = Sampler(
@@ -513,34 +517,3 @@ class Engine:
         for sequence in sequences:
             for part, seconds in self.clock.seconds.items():
                 sequence.stats.seconds[part] += seconds - before[part]
-
-    def _check_drafting(
-        self, method: AutoMethod, budget: AutoBudget, depth: int, members: tuple[str, ...] | None
-    ) -> None:
-        if method not in ("auto", "off", "chain", "tree"):
-            raise ConfigError(f"unknown method {method!r}: choose auto, off, chain or tree")
-        if isinstance(budget, str):
-            if budget != "auto":
-                raise ConfigError(f"budget={budget!r} is neither a number nor auto")
-        elif not 0 <= budget <= MAX_BUDGET:
-            raise ConfigError(f"budget={budget} is outside 0..{MAX_BUDGET}")
-        if self.policy is None and self.drafter is not None and "auto" in (method, budget):
-            raise ConfigError("method or budget is auto and the engine has no policy: set Engine.policy")
-        for name in members or ():
-            if name not in self.members:
-                known = ", ".join(self.members) or "none"
-                raise ConfigError(f"unknown drafter {name!r} in members: this engine's are {known}")
-        if not 1 <= depth <= MAX_DEPTH:
-            raise ConfigError(f"depth={depth} is outside 1..{MAX_DEPTH}")
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise PromptError("the prompt is empty: give at least one token")
-        limit = self.target.max_context
-        if len(prompt) >= limit:
-            raise PromptError(
-                f"the prompt has {len(prompt)} tokens and the context holds {limit}: shorten it to {limit - 1} or less"
-            )
-        bad = next((t for t in prompt if not 0 <= t < self.target.vocab_size), None)
-        if bad is not None:
-            raise PromptError(f"token id {bad} is outside the vocabulary 0..{self.target.vocab_size - 1}")
