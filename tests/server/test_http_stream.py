@@ -9,7 +9,9 @@ import fakes
 import httpx
 import pytest
 
+import talker
 from ddtree.server.events import Event
+from ddtree.server.tokens import TokenTexts
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -106,6 +108,8 @@ def test_details_tell_of_each_token_how_it_came(address):
     told = [chunk["ddtree"] for chunk in chunks if "tokens" in chunk.get("ddtree", {})]
     assert [token for one in told for token in one["tokens"]] == [ord(char) for char in "hey"]
     assert [origin for one in told for origin in one["origins"]] == [0, 1, 0]
+    texts = TokenTexts(talker.tokenizer())
+    assert [text for one in told for text in one["texts"]] == [texts(ord(char))[0] for char in "hey"]
     assert chunks[-1]["ddtree"]["timings"][0]["predicted_n"] == 3
 
 

@@ -64,7 +64,7 @@ class Reply(ABC):
         choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
         if self._detailed:
             for choice, answer in zip(choices, answers, strict=True):
-                choice["ddtree"] = {"origins": answer.origins, "tokens": answer.tokens}
+                choice["ddtree"] = self._details(answer.origins, answer.tokens)
         reply = {**self._head(self.kind), "choices": choices, "usage": self.answers.usage()}
         if self._timed:
             reply["ddtree"] = {"timings": self.answers.timings()}
@@ -86,7 +86,7 @@ class Reply(ABC):
                     if opening is not None:
                         yield self._chunk([opening])
                 if event.text or (event.tokens and (self._detailed or event.logprobs)):
-                    more = {"ddtree": {"origins": event.origins, "tokens": event.tokens}}
+                    more = {"ddtree": self._details(event.origins, event.tokens)}
                     yield self._chunk([self.piece(index, event)], more if self._detailed else {})
                 if event.result is not None:
                     yield self._last(index, event.result.finish_reason)
@@ -99,6 +99,13 @@ class Reply(ABC):
                 _log.exception("an answer failed")
             yield data(known.body())
         yield DONE
+
+    def _details(self, origins: list[int], tokens: list[int]) -> dict[str, Any]:
+        return {
+            "origins": origins,
+            "tokens": tokens,
+            "texts": [self.serving.tokens(token)[0] for token in tokens],
+        }
 
     def _last(self, index: int, reason: str) -> str:
         """The chunk that ends a choice, with its figures where no later one will carry them."""

@@ -10,6 +10,7 @@ export class Answer {
     this.text = "";
     this.tokens = 0;
     this.origins = [];
+    this.ids = [];
     this.marks = []; // [seconds since the start, tokens by then]
     this.reason = null;
     this.cached = 0;
@@ -27,6 +28,7 @@ export class Answer {
       this.last = now;
       this.tokens += came;
       this.origins.push(...(details?.origins ?? []));
+      this.ids.push(...(details?.tokens ?? []));
       this.marks.push([now - this.started, this.tokens]);
     }
     if (choice?.finish_reason) this.reason = choice.finish_reason;
