@@ -189,9 +189,9 @@ def test_the_confidence_head_learns_the_overlap_with_the_target(target, corpus, 
     head = create("markov", size=len(IDS), rank=8, confidence=32)
     job = job_of(target, net, {"markov": head})
     Fit(job, corpus, tmp_path, replace(CONFIG, steps=200, evaluate_every=200), target.device).run()
-    indices, anchors = corpus.train[:30], np.arange(7, 17)
+    indices, anchors = corpus.train[:30], np.arange(7, 15)
     places, known = [anchors] * 30, [np.zeros_like(anchors)] * 30
-    batch = collate(corpus, indices, places, known, Draws(30, 10, 4), cached=True)
+    batch = collate(corpus, indices, places, known, Draws(30, 8, 4), cached=True)
     states, previous, _ = job._states(batch, batch.features)
     trunk = TrainingTrunk(net, vocabulary(target), target.embed.weight.detach())
     with torch.no_grad():

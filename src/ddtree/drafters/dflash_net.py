@@ -195,19 +195,20 @@ class DFlashNet(nn.Module):
         Args:
             x: [R, S, H], slots of one block or of several packed side by side.
             positions: int64 [R, S], absolute.
-            context: [R, C, H], from `context`.
-            context_positions: int64 [R, C].
+            context: [R / k, C, H], from `context`; each of its rows is that of k rows of x, one behind the other.
+            context_positions: int64 [R / k, C].
             mask: bool [R, S, C + S], which context states, then slots, each slot sees; None for all. Sliding windows
                 and causal layers narrow it further, by position.
         """
         rotation = self._rotation(context_positions, context.dtype)
         injected = [attention.keys_values(context, rotation) for attention in self._attentions()]
+        shared = len(x) // len(context)
 
         def join(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            before, values_before = injected[index]
+            before, values_before = (part.repeat_interleave(shared, 0) for part in injected[index])
             return torch.cat([before, keys], dim=2), torch.cat([values_before, values], dim=2)
 
-        key_positions = torch.cat([context_positions, positions], dim=1)
+        key_positions = torch.cat([context_positions.repeat_interleave(shared, 0), positions], dim=1)
         return self._run(x, positions, key_positions, mask, join)
 
     def inject(self, context: Tensor, positions: Tensor, cache: KVCache) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ddtree.train.data import Corpus
 
+GROUP = 8
+"""Blocks of a conversation that attention runs over together, where their number is a multiple of it."""
 _POOL = 32  # batches whose conversations are sorted by length together
 _AHEAD = 3
 
@@ -159,6 +161,7 @@ def collate(
 ) -> Batch:
     """A batch on the CPU of conversations with given anchors and prefix lengths."""
     most = max(1, *map(len, anchors))
+    most = _rounded(most, GROUP) if most > GROUP else most
     lengths = [
         min(corpus.span(index)[1], int(places[-1]) + draws.block) if len(places) else 1
         for index, places in zip(indices, anchors, strict=True)

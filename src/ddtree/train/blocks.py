@@ -3,7 +3,8 @@
 DFlash's training layout (arXiv 2602.06036; SpecForge builds the same): a block anchored at position a is
 [anchor token, mask, mask, ...]; all blocks of a conversation stand one behind the other as queries, and the keys
 are the conversation's context features followed by all blocks. A block sees the context strictly before its anchor,
-as it will when drafting, and itself.
+as it will when drafting, and itself. Blocks do not see each other, so attention runs over a few of them at a time:
+the keys that all queries of a conversation would pass by are mostly other blocks' slots.
 
 A block may begin with more tokens than its anchor (D2SD's variable prefixes, arXiv 2606.04446): these slots are
 given, so they predict nothing, and the first masked slot counts as a block's first.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddtree.train.batches import Batch
+from ddtree.train.batches import GROUP, Batch
 
 IGNORED = -100
 
@@ -32,7 +33,8 @@ class Blocks:
             given slots, slots beyond the conversation's end, and blocks that are not there.
         inside: bool [C, A, b - 1], which of those slots lie within the conversation, of blocks that are there.
         known: int64 [C, A], given tokens beside the anchor.
-        mask: bool [C, A * b, S + A * b], which keys each query sees.
+        group: g, blocks that attention runs over together; a divisor of A.
+        mask: bool [C * A / g, g * b, S + g * b], which keys each query of a group sees: context, then its slots.
         context: S.
     """
 
@@ -41,6 +43,7 @@ class Blocks:
     labels: Tensor
     inside: Tensor
     known: Tensor
+    group: int
     mask: Tensor
     context: int
 
@@ -54,7 +57,8 @@ def pack(batch: Batch, block: int, mask_id: int) -> Blocks:
         mask_id: token id of the masked slots.
     """
     tokens, anchors = batch.tokens, batch.anchors
-    count, there = len(tokens), batch.known >= 0
+    there = batch.known >= 0
+    group = anchors.shape[1] if anchors.shape[1] % GROUP else GROUP
     offsets = torch.arange(block, device=tokens.device)
     positions = anchors[..., None] + offsets
     text = tokens.gather(1, positions.clamp(max=tokens.shape[1] - 1).flatten(1)).view_as(positions)
@@ -66,9 +70,8 @@ def pack(batch: Batch, block: int, mask_id: int) -> Blocks:
         labels=torch.where(inside & ~given, text, IGNORED)[..., 1:],
         inside=inside[..., 1:],
         known=batch.known.clamp(min=0),
-        mask=packed_mask(anchors, block, batch.context).view(
-            count, -1, batch.context + anchors.shape[1] * block
-        ),
+        group=group,
+        mask=packed_mask(anchors.view(-1, group), block, batch.context),
         context=batch.context,
     )
 

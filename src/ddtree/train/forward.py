@@ -24,12 +24,13 @@ def block_states(net: DFlashNet, embedding: Tensor, batch: Batch, features: Tens
     """
     blocks = pack(batch, net.config.block_size, net.config.mask_token_id)
     low = embedding.dtype != torch.float32
-    x = net.embed(embedding, blocks.tokens).to(torch.bfloat16 if low else torch.float32)
+    groups, size = blocks.mask.shape[:2]
+    x = net.embed(embedding, blocks.tokens.view(groups, size)).to(torch.bfloat16 if low else torch.float32)
     with autocast(embedding):
         context = net.context(features[:, : blocks.context].flatten(2).to(x))
-        places = torch.arange(blocks.context, device=x.device).expand(len(x), -1)
-        states = net(x, blocks.positions, context, places, blocks.mask)
-    return states.view(len(x), -1, net.config.block_size, states.shape[-1])[:, :, 1:].contiguous(), blocks
+        places = torch.arange(blocks.context, device=x.device).expand(len(context), -1)
+        states = net(x, blocks.positions.view(groups, size), context, places, blocks.mask)
+    return states.view(len(context), -1, net.config.block_size, states.shape[-1])[:, :, 1:].contiguous(), blocks
 
 
 def autocast(embedding: Tensor) -> torch.autocast:
