@@ -247,3 +247,20 @@ def test_a_second_model_begins_with_the_arm_that_the_first_one_found(model, prom
     assert sequence.output == greedy[0][len(prompts[0]) :]
     (group,) = second.policy.state()["groups"]
     assert group["arms"]["tree@scripted"]["tokens_per_second"] is not None
+
+
+def test_kinds_of_requests_without_number_are_not_remembered_for_ever():
+    policy = Policy(latency())
+    kinds = [
+        Request("tree", "auto", ("lookup",), depth, sampled)
+        for depth in range(1, 17)
+        for sampled in (True, False)
+    ]
+    often = Request("auto", "auto", ("lookup",))
+    for rows in range(10):
+        for kind in kinds:
+            policy.plan([often], [10])
+            policy.plan([kind] * 2**rows, [10] * 2**rows)
+    groups = policy.state()["groups"]
+    assert len(groups) == 256
+    assert any(group["method"] == "auto" for group in groups)

@@ -23,6 +23,7 @@ Proposals = Sequence[tuple[str, DraftTree]]
 
 _LEAST_CAP = 8
 _FIRST_CAP = 16
+_KINDS = 256  # of requests, under loads, that have a controller of their own
 _SAFE = 0.7  # a drafter's probability may be too low by so much
 
 
@@ -246,7 +247,10 @@ class Policy:
                     if (known := self.acceptance.get(_named(arm, request))) is not None
                 }
             )
-        group = self._groups[key]
+        # Clients may ask in any number of ways: the kinds that were asked for last are kept.
+        group = self._groups[key] = self._groups.pop(key)
+        if len(self._groups) > _KINDS:
+            del self._groups[next(iter(self._groups))]
         group.rows, group.context = rows, context
         return group
 
