@@ -11,7 +11,8 @@ const { chosen, placed } = await from("layout.mjs");
 const { History, SPAN, plainTpot } = await from("history.mjs");
 const { bytes, figure, seconds, token } = await from("format.mjs");
 const { ceiling } = await from("charts.mjs");
-const { kindOf } = await from("server.mjs");
+const { chat, kindOf, key } = await from("server.mjs");
+const { gapAt } = await from("tie.mjs");
 
 const words = (segments) => segments.map(({ text, origins }) => [text, ...origins]);
 
@@ -189,4 +190,53 @@ test("figures are short", () => {
 
 test("axes end at round figures", () => {
   assert.deepEqual([0, 0.7, 1, 3.2, 41, 77, 101].map(ceiling), [1, 0.8, 1, 4, 50, 80, 200]);
+});
+
+// What the page asks for, answered here.
+function answering(answers) {
+  const asked = [];
+  globalThis.fetch = async (path, { headers, body }) => {
+    asked.push({ path, headers, body: body && JSON.parse(body) });
+    const { status = 200, text } = answers[path];
+    return new Response(text, { status });
+  };
+  return asked;
+}
+
+async function all(stream) {
+  const found = [];
+  for await (const one of stream) found.push(one);
+  return found;
+}
+
+test("a chat's chunks come with the key, up to the end", async () => {
+  key.set("sesame");
+  const asked = answering({ "v1/chat/completions": { text: 'data: {"a":1}\n\ndata: [DONE]\n\ndata: {"b":1}\n\n' } });
+  assert.deepEqual(await all(chat({ model: "m" })), [{ a: 1 }]);
+  assert.equal(asked[0].headers.Authorization, "Bearer sesame");
+  key.set("");
+});
+
+test("what goes wrong in a chat is told plainly", async () => {
+  const told = async (answer) => {
+    answering({ "v1/chat/completions": answer });
+    return all(chat({})).then(() => null, (error) => error.message);
+  };
+  assert.equal(await told({ text: 'data: {"a":1}\n\n' }), "The connection was lost before the answer ended.");
+  assert.equal(await told({ text: 'data: {"error":{"message":"no memory"}}\n\n' }), "no memory");
+  assert.equal(await told({ status: 400, text: '{"error":{"message":"depth=99 is too deep"}}' }), "depth=99 is too deep");
+  assert.match(await told({ status: 401, text: "{}" }), /API key/);
+  assert.equal(await told({ status: 502, text: "<html>" }), "The server answered 502.");
+});
+
+test("where two answers part, the target's two best scores are compared", async () => {
+  const asked = answering({
+    tokenize: { text: '{"tokens":[1,2]}' },
+    "v1/completions": { text: '{"choices":[{"logprobs":{"top_logprobs":[{" a":-1.5,"b":-1}]}}]}' },
+  });
+  const request = { model: "m", content: "hi", fields: { temperature: 0 } };
+  assert.equal(await gapAt(request, [5, 6, 7], [5, 9]), 0.5);
+  assert.deepEqual(asked[1].body.prompt, [1, 2, 5]);
+  assert.equal(await gapAt(request, [5, 6], [5]), null);
+  assert.equal(await gapAt({ ...request, fields: { temperature: 1 } }, [5, 6], [5, 7]), null);
 });

@@ -80,9 +80,9 @@ class FakeService:
 
 
 @contextmanager
-def served(service, grace=5.0, **settings):
-    """The address of a server on a free port, which has ended afterwards."""
-    bound = bind("127.0.0.1", 0)
+def served(service, grace=5.0, port=0, **settings):
+    """The address of a server, on a free port by default, which has ended afterwards."""
+    bound = bind("127.0.0.1", port)
     server = Server(create_app(service, Settings(**settings)), service, grace=grace)
     thread = threading.Thread(target=server.serve_on, args=(bound,))
     thread.start()

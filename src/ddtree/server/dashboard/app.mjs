@@ -51,8 +51,8 @@ function say() {
 
 const again = follow((kind, value) => {
   if (kind === "link") {
+    if (value.status === 401 && connection.status !== 401) byId("key-box").open = true;
     connection = value;
-    if (value.status === 401) byId("key-box").open = true;
     say();
   } else if (kind === "state") {
     history.addState(value, clock());

@@ -83,14 +83,12 @@ export function fromStart(host, { series, formatX, formatY, label }) {
     const [lastX, lastY] = points.at(-1);
     const d = `M${[[points[0][0], 0], ...points].map(([at, value]) => `${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("L")}`;
     chart.append(svg("path", { class: `line s${index}`, d }));
-    const outside = x(lastX) > wide - 110;
-    // Names at the right edge keep apart: the first above its line, the second below.
-    const aside = index === 0 ? -6 : 18;
+    // Names keep apart: the first stands above the end of its line, the second below.
     chart.append(svg("text", {
       class: `name s${index}`,
-      x: x(lastX) + (outside ? -6 : 6),
-      y: Math.max(TOP + 4, y(lastY) + (outside ? aside : 4)),
-      "text-anchor": outside ? "end" : "start",
+      x: Math.max(LEFT + 80, x(lastX)),
+      y: Math.max(TOP + 4, Math.min(HIGH - BOTTOM - 4, y(lastY) + (index === 0 ? -6 : 18))),
+      "text-anchor": "end",
     }, name));
   });
   host.replaceChildren(chart);

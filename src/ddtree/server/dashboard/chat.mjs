@@ -1,5 +1,6 @@
 // The chat: a conversation with the model, drafted for as the server is set, so that the controls act in mid-answer.
 
+import { swap } from "./busy.mjs";
 import { byId, el } from "./dom.mjs";
 import { run, summary } from "./run.mjs";
 import { sampling } from "./settings.mjs";
@@ -83,8 +84,7 @@ export class Chat {
 
   #busy(control) {
     this.#control = control;
-    byId("chat-send").hidden = control !== null;
-    byId("chat-stop").hidden = control === null;
+    swap(byId("chat-send"), byId("chat-stop"), control !== null);
     byId("chat-clear").disabled = control !== null;
   }
 

@@ -22,17 +22,17 @@ export class Live {
     this.#head("rate", figure(rolling.tokens_per_second || NaN));
     this.#head("ttft", seconds(rolling.ttft_p50 || NaN));
     this.#head("tpot", seconds(rolling.tpot_p50 || NaN));
-    const chart = (name, format, label, reference) => overTime(byId(`${name}-chart`), {
-      series: [{ lines: this.history.lines(name, now), name }], format, label, reference,
+    const chart = (name, format, label, reference, nothing) => overTime(byId(`${name}-chart`), {
+      series: [{ lines: this.history.lines(name, now), name }], format, label, reference, nothing,
     });
     chart("tau", figure, `Tokens per round over two minutes, now ${figure(rolling.tau)}`, { value: 1, label: "autoregressive: 1" });
     chart("rate", figure, `Tokens per second over two minutes, now ${figure(rolling.tokens_per_second)}`);
     const ttft = this.plain?.ttft;
     chart("ttft", seconds, `Time to first token over two minutes, now ${seconds(rolling.ttft_p50)}`,
-      ttft ? { value: ttft, label: `autoregressive, last race: ${seconds(ttft)}` } : null);
+      ttft ? { value: ttft, label: `autoregressive, last race: ${seconds(ttft)}` } : null, "no answer has begun yet");
     const tpot = this.history.samples.at(-1)?.plain ?? this.plain?.tpot;
     chart("tpot", seconds, `Time per output token over two minutes, now ${seconds(rolling.tpot_p50)}`,
-      tpot ? { value: tpot, label: `autoregressive: ${seconds(tpot)}` } : null);
+      tpot ? { value: tpot, label: `autoregressive: ${seconds(tpot)}` } : null, "no answer has ended yet");
     byId("tpot-note").textContent = tpot
       ? rolling.tpot_p50 ? `${(tpot / rolling.tpot_p50).toFixed(2)}× the autoregressive pace` : ""
       : "No autoregressive round yet: run a race to compare.";

@@ -5,7 +5,7 @@ export const LEVELS = [
   { name: "d1", least: 1, label: "depth 1" },
   { name: "d2", least: 2, label: "2–3" },
   { name: "d4", least: 4, label: "4–7" },
-  { name: "d8", least: 8, label: "8 and more" },
+  { name: "d8", least: 8, label: "8+" },
 ];
 
 export function level(origin) {

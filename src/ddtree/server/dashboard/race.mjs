@@ -1,6 +1,7 @@
 // One prompt answered twice, drafting on and off: the same text, and what it took.
 
 import { parting } from "./answer.mjs";
+import { swap } from "./busy.mjs";
 import { fromStart } from "./charts.mjs";
 import { byId } from "./dom.mjs";
 import { figure, plural, seconds } from "./format.mjs";
@@ -141,8 +142,7 @@ export class Race {
 
   #busy(control) {
     this.#control = control;
-    byId("race-go").hidden = control !== null;
-    byId("race-stop").hidden = control === null;
+    swap(byId("race-go"), byId("race-stop"), control !== null);
   }
 
   #say(text, kind = "") {

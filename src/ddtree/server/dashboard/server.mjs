@@ -13,9 +13,25 @@ export class ServerError extends Error {
   }
 }
 
+// Kept until the tab is closed; where storage is forbidden, until the page is left.
+let held = "";
+try {
+  held = sessionStorage.getItem(KEY) ?? "";
+} catch {
+  // No storage.
+}
+
 export const key = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  get: () => held,
+  set(value) {
+    held = value;
+    try {
+      if (value) sessionStorage.setItem(KEY, value);
+      else sessionStorage.removeItem(KEY);
+    } catch {
+      // No storage.
+    }
+  },
 };
 
 export async function ask(path, { body, signal } = {}) {
@@ -55,17 +71,17 @@ async function complaint(response) {
 // The chunks of a streamed chat completion, as they come.
 export async function* chat(body, signal) {
   const response = await ask("v1/chat/completions", { body, signal });
-  let ended = false;
-  for await (const { data } of events(response.body)) {
-    if (data === "[DONE]") {
-      ended = true;
-      break;
+  try {
+    for await (const { data } of events(response.body)) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ServerError(chunk.error.message ?? String(chunk.error), 0);
+      yield chunk;
     }
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new ServerError(chunk.error.message ?? String(chunk.error), 0);
-    yield chunk;
+  } catch (error) {
+    if (error.name === "AbortError" || error instanceof ServerError) throw error;
   }
-  if (!ended) throw new ServerError("The connection was lost before the answer ended.", 0);
+  throw new ServerError("The connection was lost before the answer ended.", 0);
 }
 
 // Round reports and states, for as long as the page lives; connects again whenever the connection ends.

@@ -25,11 +25,6 @@ export class TreeView {
     });
     byId("earlier").addEventListener("click", () => this.#step(-1));
     byId("later").addEventListener("click", () => this.#step(1));
-    byId("tree").addEventListener("keydown", (event) => {
-      if (!event.altKey || (event.key !== "ArrowLeft" && event.key !== "ArrowRight")) return;
-      event.preventDefault();
-      this.#step(event.key === "ArrowLeft" ? -1 : 1);
-    });
   }
 
   draw() {
@@ -99,11 +94,10 @@ export class TreeView {
       if (node !== 0) {
         const parent = tree.parents[node];
         const from = right(parent);
+        // Siblings share the way down, so that many of them are still one line.
         const turn = left - GAP / 2;
-        links.push(svg("path", {
-          class: taken ? "link taken" : "link",
-          d: `M${from} ${middle(parent)}H${turn - 5}C${turn} ${middle(parent)} ${turn} ${y} ${turn + 5} ${y}H${left}`,
-        }));
+        const down = y === middle(parent) ? "" : `H${turn}V${y - 5}Q${turn} ${y} ${turn + 5} ${y}`;
+        links.push(svg("path", { class: taken ? "link taken" : "link", d: `M${from} ${middle(parent)}${down}H${left}` }));
       }
       const label = labels.get(node);
       boxes.push(svg(
@@ -130,7 +124,7 @@ export class TreeView {
           (accepted.length ? `accepted ${accepted.length}: “${words}”` : "none accepted"),
       },
       ...depths,
-      ...links,
+      ...links.sort((one, other) => one.classList.contains("taken") - other.classList.contains("taken")),
       ...boxes,
     );
     byId("tree").replaceChildren(picture);

@@ -1,0 +1,167 @@
+"""The dashboard in a real browser, against a real server with a tiny model. Needs Playwright's Python package and a
+Chromium on the path."""
+
+import json
+import re
+import shutil
+from contextlib import contextmanager
+
+import fakes
+import pytest
+
+import ddtree
+import talker
+from ddtree.server.drafting import Drafting
+from ddtree.server.service import Service
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
+    pytest.mark.xdist_group("browser"),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    with ddtree.load(talker.model(), tokenizer=talker.tokenizer(), max_rows=4) as model:
+        yield model
+
+
+@contextmanager
+def served(model, **settings):
+    """A service, and the address that it is served at."""
+    service = Service(model, name="tiny")
+    service.start()
+    assert service.wait_ready(60)
+    with fakes.served(service, grace=0.0, **settings) as address:
+        yield service, address
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module", params=[(1280, "light"), (390, "dark")], ids=["wide", "narrow"])
+def opened(request, model, browser):
+    width, scheme = request.param
+    with served(model) as (service, address):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        yield context, service, address
+        context.close()
+
+
+@pytest.fixture
+def service(opened):
+    return opened[1]
+
+
+@pytest.fixture
+def page(opened):
+    """The page, opened; that nothing was complained about in its console is checked afterwards."""
+    context, service, address = opened
+    service.set_drafting(Drafting(method="tree", budget=32))
+    page = context.new_page()
+    complaints = []
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(address + "/")
+    playwright.expect(page.locator("#link")).to_have_text("live")
+    yield page
+    page.close()
+    assert complaints == []
+
+
+def test_a_message_is_answered_and_its_rounds_are_drawn(page):
+    page.fill("#max-tokens", "200")
+    page.fill("#chat-input", "abcabcabc")
+    page.keyboard.press("Enter")
+    playwright.expect(page.locator("#chat-note")).to_have_text("Answer complete.", timeout=30_000)
+    assert page.locator("#chat-log .tok").count() > 0
+    assert page.locator("#chat-log .tok.bonus").count() > 0
+    playwright.expect(page.locator("#chat-log .figures")).to_contain_text(
+        re.compile(r"\d+ tokens? · .* tokens/s")
+    )
+    assert page.locator("#tree .node").count() > 1
+    assert page.locator("#tree .node.bonus").count() == 2
+    playwright.expect(page.locator("#tau-now")).not_to_have_text("–")
+    playwright.expect(page.locator("#tau-chart .line")).to_have_count(1)
+    playwright.expect(page.locator("#arms")).to_contain_text("tree@")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_race_gives_the_same_text_twice(page):
+    page.fill("#max-tokens", "60")
+    page.click("#tab-race")
+    page.fill("#race-input", "To be, or not to be")
+    page.click("#race-go")
+    playwright.expect(page.locator("#race-note")).to_contain_text("Same text", timeout=30_000)
+    assert page.inner_text("#race-on") == page.inner_text("#race-off") != ""
+    assert page.locator("#race-chart .line").count() == 2
+
+
+def test_the_controls_change_the_server_and_follow_it(page, service):
+    page.focus("#methods input:checked")
+    page.keyboard.press("ArrowLeft")
+    page.focus("#depth")
+    page.keyboard.press("Home")
+    playwright.expect(page.locator("#drafting-note")).to_have_text("In use from the next round on.")
+    page.wait_for_function("fetch('api/drafting').then((r) => r.json()).then((d) => d.depth === 1)")
+    assert (service.drafting.method, service.drafting.depth, service.drafting.budget) == ("chain", 1, 32)
+    service.set_drafting(Drafting(method="off", depth=7, budget="auto"))
+    playwright.expect(page.locator("#depth-value")).to_have_text("7")
+    playwright.expect(page.locator("#methods input[value=off]")).to_be_checked()
+    playwright.expect(page.locator("#budget-auto")).to_be_checked()
+
+
+def test_an_answer_can_be_stopped(page, service):
+    service.set_drafting(Drafting(method="off"))
+    endless = {"ignore_eos": True, "max_tokens": 450}
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.continue_(post_data=json.dumps({**route.request.post_data_json, **endless})),
+    )
+    page.fill("#chat-input", "stop me")
+    page.keyboard.press("Enter")
+    page.click("#chat-stop")
+    playwright.expect(page.locator("#chat-note")).to_have_text("Stopped.")
+    playwright.expect(page.locator("#chat-log .figures")).to_contain_text("stopped")
+    playwright.expect(page.locator("#rows")).to_have_text("0")
+
+
+def test_the_theme_is_switched_and_kept(page):
+    color = "getComputedStyle(document.body).backgroundColor"
+    page.click("#theme")
+    light = page.evaluate(color)
+    page.click("#theme")
+    assert page.evaluate(color) != light
+    page.reload()
+    playwright.expect(page.locator("#theme")).to_have_text("Theme: dark")
+
+
+def test_the_page_comes_back_with_the_server(model, browser):
+    page = browser.new_page()
+    with served(model) as (_, address):
+        page.goto(address + "/")
+        playwright.expect(page.locator("#link")).to_have_text("live")
+    playwright.expect(page.locator("#link")).to_contain_text("Trying again", timeout=15_000)
+    with served(model, port=int(address.rpartition(":")[2])):
+        playwright.expect(page.locator("#link")).to_have_text("live", timeout=15_000)
+    page.close()
+
+
+def test_a_key_is_asked_for_and_used(model, browser):
+    page = browser.new_page()
+    with served(model, api_keys=("sesame",)) as (_, address):
+        page.goto(address + "/")
+        playwright.expect(page.locator("#link")).to_contain_text("API key")
+        page.fill("#key", "sesame")
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator("#link")).to_have_text("live", timeout=15_000)
+    page.close()
