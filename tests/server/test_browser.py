@@ -4,6 +4,7 @@ Chromium on the path."""
 import json
 import re
 import shutil
+import time
 from contextlib import contextmanager
 
 import fakes
@@ -120,7 +121,14 @@ def test_the_controls_change_the_server_and_follow_it(page, service):
     playwright.expect(page.locator("#budget-auto")).to_be_checked()
 
 
-def test_an_answer_can_be_stopped(page, service):
+def test_an_answer_can_be_stopped(page, service, monkeypatch):
+    step = service.model.step
+
+    def slowly():
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(service.model, "step", slowly)
     service.set_drafting(Drafting(method="off"))
     endless = {"ignore_eos": True, "max_tokens": 450}
     page.route(
