@@ -33,7 +33,8 @@ from ddtree.train.teacher import Teacher
 from ddtree.train.whole import written_whole
 
 _NOTE = "features.json"
-_PASS_TOKENS = 8192  # tokens of one teacher pass, padding included
+_PASS_TOKENS = {"cpu": 1024}  # of one teacher pass, padding included: on a CPU what stays in its caches
+_MANY_PASS_TOKENS = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,9 +255,10 @@ def teacher_pass(target: Target, texts: list[list[int]], layers: tuple[int, ...]
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     teacher = Teacher(target, layers)
+    most = _PASS_TOKENS.get(target.device.type, _MANY_PASS_TOKENS)
     while order:
         width = len(texts[order[-1]])
-        batch = [order.pop() for _ in range(min(len(order), max(1, _PASS_TOKENS // width)))]
+        batch = [order.pop() for _ in range(min(len(order), max(1, most // width)))]
         padded = torch.zeros((len(batch), width), dtype=torch.int64)
         for row, i in enumerate(batch):
             padded[row, : len(texts[i])] = torch.tensor(texts[i])
