@@ -1,4 +1,5 @@
-"""`ddtree bench`: ways of decoding measured side by side; `ddtree bench report`: tables and pictures of raw figures."""
+"""`ddtree bench`: ways of decoding measured side by side; `ddtree bench report`: tables and pictures of raw figures;
+`ddtree bench serve`: a server under load."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddtree.cli import options
+from ddtree.cli import bench_serve, options
 from ddtree.errors import ConfigError
 
 _FULL = {"budgets": [8, 16, 32, 64, 128, "auto"], "max_tokens": 128, "per_task": None}
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default: bench-DATE.jsonl)")  # fmt: skip
     _add_report_options(parser)
     options.add_model_options(parser)
-    report = parser.add_subparsers(dest="action", metavar="report").add_parser(
+    actions = parser.add_subparsers(dest="action", metavar="{report,serve}")
+    report = actions.add_parser(
         "report", help="tables and pictures of raw figures", description="Tables and pictures of raw figures."
     )
     report.add_argument("raw", type=Path, help="written by ddtree bench")
@@ -60,10 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
                         help="show the traceback of an error")  # fmt: skip
     _add_report_options(report, default=argparse.SUPPRESS)
+    serve = actions.add_parser("serve", help="measure an OpenAI-compatible server under load")
+    serve.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
+                       help="show the traceback of an error")  # fmt: skip
+    bench_serve.add_arguments(serve)
 
 
 def run(args: argparse.Namespace) -> int:
     options.forgiving_output()
+    if args.action == "serve":
+        return bench_serve.run(args)
     if args.plots:
         from ddtree.bench import plots
 

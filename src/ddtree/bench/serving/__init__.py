@@ -1,0 +1,1 @@
+"""A load client for any OpenAI-compatible endpoint: arrivals, requests, figures, report. Knows no models."""
