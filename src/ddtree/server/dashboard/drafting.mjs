@@ -5,12 +5,15 @@ import { ask } from "./server.mjs";
 
 const BUDGETS = [0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024];
 const PAUSE = 150; // ms that a slider rests before its value is sent
+const UNDERWAY = 500; // ms after a change in which a state may still tell what was before
 
 export class Drafting {
   #current = { method: "auto", depth: 16, budget: "auto", drafter: null };
   #timer = null;
   #sending = 0;
   #edited = 0;
+  #changes = {}; // not sent yet
+  #settled = -Infinity; // when the last change was answered
 
   constructor() {
     this.methods = byId("methods");
@@ -36,7 +39,8 @@ export class Drafting {
   // What the server says.
   told(drafting, drafters) {
     this.#list(drafters);
-    if (this.#timer === null && this.#sending === 0) this.#show(drafting);
+    const settled = performance.now() - this.#settled > UNDERWAY;
+    if (this.#timer === null && this.#sending === 0 && settled) this.#show(drafting);
   }
 
   #method() {
@@ -44,7 +48,8 @@ export class Drafting {
   }
 
   #edit(change, pause = PAUSE) {
-    this.#show({ ...this.#current, ...change });
+    this.#show(change);
+    Object.assign(this.#changes, change);
     this.#edited += 1;
     clearTimeout(this.#timer);
     this.#timer = setTimeout(() => this.#send(), pause);
@@ -54,11 +59,14 @@ export class Drafting {
     this.#timer = null;
     this.#sending += 1;
     const edit = this.#edited;
+    const body = this.#changes; // nothing else, as others may have changed that
+    this.#changes = {};
     try {
-      const response = await ask("api/drafting", { body: this.#current });
+      const response = await ask("api/drafting", { body });
       const accepted = await response.json();
       if (edit === this.#edited) {
-        this.#show(accepted.drafting ?? accepted);
+        this.#show(accepted);
+        this.#settled = performance.now();
         this.#say("In use from the next round on.");
       }
     } catch (error) {
