@@ -62,6 +62,7 @@ def service():
 def nothing_is_left(service):
     engine = service.model.engine
     assert engine.idle and engine._cache.rows == 0 and not service._tickets and service._open == 0
+    assert service.state()["kv"]["used"] == 0
     if engine.drafter is not None:
         assert not engine.drafter._rows
 

@@ -307,7 +307,7 @@ class Service:
         self._left_queue(began)
         seconds = dict(self._engine.clock.seconds)
         self.metrics.spent({part: value - self._seconds[part] for part, value in seconds.items()})
-        self._seconds, self._kv = seconds, self._engine.kv_bytes()
+        self._seconds = seconds
         self._controllers.look(self._engine.policy, at_once=self._engine.idle)
         self._tell()
 
@@ -391,6 +391,8 @@ class Service:
 
     def _tell(self) -> None:
         """Deliver what is new of each answer; forget those that have ended."""
+        # Answers that are cancelled may leave nothing behind that would take a step.
+        self._kv = self._engine.kv_bytes()
         ended, failed = 0, False
         for ticket in list(self._tickets):
             event = ticket.event()
