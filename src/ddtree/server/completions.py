@@ -63,8 +63,8 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return list(prompt)  # type: ignore[arg-type]
+        return [prompt]
+    return list(prompt)
 
 
 def _text(tokenizer: Any, prompt: str | list[int]) -> str:

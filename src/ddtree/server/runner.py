@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import signal
@@ -26,6 +27,9 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the port is taken or may not be used, or there is no such host.
     """
+    # Some systems take a port beyond the last one for another.
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port} is outside 0..65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -99,6 +103,16 @@ class Server(uvicorn.Server):
         else:
             self.should_exit = True
             self._end_service(self._grace)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, which waits for connections to end; a second signal ends them."""
+        ending = asyncio.create_task(super().shutdown(sockets))
+        while not ending.done():
+            await asyncio.wait({ending}, timeout=0.1)
+            if self.force_exit:
+                for connection in list(self.server_state.connections):
+                    connection.transport.abort()
+        await ending
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's handler of signals; the program ends as usual and not by the signal."""

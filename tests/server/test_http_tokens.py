@@ -1,0 +1,98 @@
+"""Texts and bytes of single tokens; sampling that a request leaves out."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+import talker
+import tiny
+import words
+from ddtree.sampling import TokenLogprobs
+from ddtree.server.logprobs import CompletionLogprobs, of_chat
+from ddtree.server.parameters import choices, sampling_defaults, sampling_params
+from ddtree.server.schemas import ChatRequest
+from ddtree.server.tokens import TokenTexts
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_byte_level_tokens_are_their_bytes():
+    tokenizer = talker.tokenizer()
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode("a é\n€", add_special_tokens=False)
+    assert b"".join(texts(token)[1] for token in ids) == "a é\n€".encode()
+    assert [texts(token)[0] for token in ids[:3]] == ["a", " ", "bytes:\\xc3"]
+    assert texts(talker.BOT) == ("<bot>", b"<bot>")
+    assert {len(texts(token)[1]) for token in range(256)} == {1}
+    assert len({texts(token)[1] for token in range(256)}) == 256
+
+
+def test_words_byte_fallback_and_spaces_of_sentencepiece():
+    vocab = {"<unk>": 0, "▁the": 1, "re": 2, "<0xE2>": 3, "▁": 4}
+    built = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    built.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=built))
+    assert [texts(token) for token in (1, 2, 3, 4)] == [
+        (" the", b" the"), ("re", b"re"), ("bytes:\\xe2", b"\xe2"), (" ", b" "),
+    ]  # fmt: skip
+    assert TokenTexts(words.tokenizer())(9)[0] == "bb"
+    # A model may have more ids than its tokenizer has tokens.
+    assert TokenTexts(words.tokenizer())(4000) == ("", b"") == TokenTexts(None)(3)
+
+
+def test_log_probabilities_in_both_forms():
+    texts = TokenTexts(words.tokenizer())
+    entries = [
+        TokenLogprobs(9, -3.0, ((0, -0.5), (1, -1.0))),
+        TokenLogprobs(0, float("-inf"), ((0, float("-inf")),)),
+    ]
+    (first, second) = of_chat(entries, texts)["content"]
+    assert first["token"] == "bb" and first["bytes"] == [98, 98] and first["logprob"] == -3.0
+    assert [one["token"] for one in first["top_logprobs"]] == ["aa", "ab"]
+    assert second["logprob"] == -9999.0
+    one = CompletionLogprobs(texts, 10)
+    assert one(entries[:1]) == {
+        "tokens": ["bb"], "token_logprobs": [-3.0], "top_logprobs": [{"ab": -1.0, "aa": -0.5, "bb": -3.0}],
+        "text_offset": [10],
+    }  # fmt: skip
+    assert one(entries[1:])["text_offset"] == [12]
+    assert CompletionLogprobs(texts, 0, frozenset([9]))(entries)["text_offset"] == [0, 0]
+
+
+def params(defaults=None, **fields):
+    request = ChatRequest(**CHAT, **fields)
+    return sampling_params(request, defaults or {}, talker.tokenizer(), max_tokens=20, logprobs=None)
+
+
+def test_a_request_goes_before_the_models_config_and_that_before_ours():
+    model = tiny.model()
+    model.generation_config = GenerationConfig(
+        temperature=0.6, top_k=20, top_p=0.9, do_sample=True, max_length=7
+    )
+    defaults = sampling_defaults(model)
+    assert defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    found = params(defaults, top_k=5, temperature=None)
+    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.6, 5, 0.9, 0.0)
+    assert params().temperature == 1.0 and params(defaults, temperature=0).greedy
+    model.generation_config = GenerationConfig()
+    assert sampling_defaults(model) == {}
+
+
+def test_names_that_differ_from_the_librarys():
+    found = params(
+        include_stop_str_in_output=True, stop="x", bad_words=["a"], max_tokens=3, max_completion_tokens=4,
+        logit_bias={"7": 1.5}, seed=-1, ignore_eos=True, min_tokens=2, skip_special_tokens=False, stop_token_ids=[9],
+    )  # fmt: skip
+    assert found.include_stop and found.stop == ("x",) and found.bad_words and found.max_tokens == 4
+    assert found.logit_bias == {7: 1.5} and found.seed == 2**63 - 1 and found.ignore_eos
+    assert found.min_tokens == 2 and not found.skip_special_tokens and found.stop_token_ids == (9,)
+    assert params().max_tokens == 20 and params(max_tokens=3).max_tokens == 3
+
+
+@pytest.mark.parametrize("seed", [None, 5, 2**63 - 1])
+def test_each_choice_has_a_seed_of_its_own_and_the_first_the_one_given(seed):
+    seeds = [one.seed for one in choices(params(seed=seed), 3)]
+    assert seeds[0] == seed
+    assert seeds == [None] * 3 if seed is None else len(set(seeds)) == 3
