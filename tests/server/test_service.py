@@ -383,6 +383,14 @@ def test_nothing_runs_while_there_is_nothing_to_do(service):
     assert time.process_time() - before < 0.1
 
 
+def test_memory_of_the_last_answer_is_no_longer_told_once_it_is_cancelled(service):
+    reader = ask(service, max_tokens=400, ignore_eos=True)
+    assert reader.begun.wait(PATIENCE) and service.state()["kv"]["used"] > 0
+    service.cancel(reader.ticket)
+    assert reader.wait().result.finish_reason == "cancelled"
+    assert service.state()["kv"]["used"] == 0
+
+
 def test_random_submissions_and_cancels_leave_no_row_behind(service):
     rng = random.Random(0)
     readers = []
