@@ -169,6 +169,15 @@ def test_ways_are_compared_block_by_block():
     assert tree.over(off) == 2.0 and off.over(off) == 1.0
 
 
+def test_tables_keep_the_order_of_the_first_load():
+    loads = [Load("concurrency", 1), Load("concurrency", 2)]
+    names = [("off", 0), ("auto", 0), ("auto", 1), ("off", 1)]
+    blocks = [block(name, [answer([0.1], [1], 0.5)], load=loads[load]) for name, load in names]
+    assert list(figures.groups(blocks)) == [
+        ("1 at once", "off"), ("1 at once", "auto"), ("2 at once", "off"), ("2 at once", "auto"),
+    ]  # fmt: skip
+
+
 def test_a_report_tells_ratios_texts_failures_and_cached_prompts():
     cached = {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 8}}
     blocks = [

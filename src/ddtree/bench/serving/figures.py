@@ -140,11 +140,13 @@ def speed(block: Block) -> float:
 
 
 def groups(blocks: Sequence[Block]) -> dict[tuple[str, str], Group]:
-    """Blocks by load and setting, in the order they first came."""
-    found: dict[tuple[str, str], list[Block]] = {}
+    """Blocks by load and setting, both in the order they first came."""
+    loads = dict.fromkeys(str(block.step.load) for block in blocks)
+    settings = dict.fromkeys(block.step.setting.name for block in blocks)
+    found: dict[tuple[str, str], list[Block]] = {(load, one): [] for load in loads for one in settings}
     for block in blocks:
-        found.setdefault((str(block.step.load), block.step.setting.name), []).append(block)
-    return {key: Group(of_one) for key, of_one in found.items()}
+        found[str(block.step.load), block.step.setting.name].append(block)
+    return {key: Group(of_one) for key, of_one in found.items() if of_one}
 
 
 def agreement(blocks: Sequence[Block]) -> dict[tuple[str, str], tuple[int, int]]:

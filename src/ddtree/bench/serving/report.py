@@ -92,7 +92,8 @@ class Report:
         return Table(title, ["load, drafting", "mean", *shares], rows)
 
     def _base(self, load: str) -> Group:
-        return self._groups[load, self._settings[0]]
+        """What the others are compared with; nothing where a run was broken off before it."""
+        return self._groups.get((load, self._settings[0]), Group([]))
 
     def _of_the_best(self, load: str, group: Group) -> float | None:
         """How it compares with the fastest of the other ways at this load."""
