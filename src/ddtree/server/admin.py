@@ -14,7 +14,7 @@ from ddtree.server.protocol import json_response
 from ddtree.server.schemas import DraftingRequest
 from ddtree.server.service import Service
 from ddtree.server.serving import Serving
-from ddtree.server.sse import EventStream, data
+from ddtree.server.sse import DESCRIBED, EventStream, data
 
 STATE_EVERY = 1.0
 """Seconds between two states in the stream of events."""
@@ -45,7 +45,7 @@ async def state(request: Request) -> Response:
     return json_response(Serving.of(request).service.state())
 
 
-@router.get("/api/events")
+@router.get("/api/events", responses=DESCRIBED)
 async def events(request: Request) -> Response:
     """Server-sent events: `round` reports as they come, and the `state` once a second."""
     reports = _Reports(Serving.of(request).service)

@@ -16,11 +16,12 @@ from ddtree.server.protocol import ApiError
 from ddtree.server.replies import Reply, answer
 from ddtree.server.schemas import ChatRequest
 from ddtree.server.serving import Serving
+from ddtree.server.sse import DESCRIBED
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=DESCRIBED)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat: n choices, whole or as server-sent events."""
     serving = Serving.of(request)

@@ -16,6 +16,7 @@ from ddtree.server.protocol import ApiError
 from ddtree.server.replies import Reply, answer
 from ddtree.server.schemas import CompletionRequest
 from ddtree.server.serving import Serving
+from ddtree.server.sse import DESCRIBED
 
 MAX_TOKENS = 16
 """Tokens of an answer where the request says nothing: OpenAI's."""
@@ -23,7 +24,7 @@ MAX_TOKENS = 16
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=DESCRIBED)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several, n times each; choice i * n + j is the j-th of prompt i."""
     serving = Serving.of(request)

@@ -98,7 +98,8 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._limit:
-                await self._discard(receive)
+                if message.get("more_body"):
+                    await self._discard(receive)
                 raise self._error()
             return message
 

@@ -17,6 +17,8 @@ T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
 PATIENCE = 15.0
 """Seconds without a word after which a comment shows that the connection is alive."""
+DESCRIBED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""What the API's description says of a route that may stream."""
 COMMENT = ": waiting\n\n"
 
 

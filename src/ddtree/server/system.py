@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 import ddtree
 from ddtree import prompts
@@ -52,7 +53,7 @@ async def ready(request: Request) -> Response:
     return json_response(health, 200 if health["ready"] else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     return Response(Serving.of(request).service.metrics.text(), media_type=CONTENT_TYPE)
