@@ -86,8 +86,8 @@ class Reply(ABC):
                     if opening is not None:
                         yield self._chunk([opening])
                 if event.text or (event.tokens and (self._detailed or event.logprobs)):
-                    more = {"ddtree": self._details(event.origins, event.tokens)}
-                    yield self._chunk([self.piece(index, event)], more if self._detailed else {})
+                    more = {"ddtree": self._details(event.origins, event.tokens)} if self._detailed else {}
+                    yield self._chunk([self.piece(index, event)], more)
                 if event.result is not None:
                     yield self._last(index, event.result.finish_reason)
             if self._options.include_usage:
