@@ -30,7 +30,8 @@ def block_states(net: DFlashNet, embedding: Tensor, batch: Batch, features: Tens
         context = net.context(features[:, : blocks.context].flatten(2).to(x))
         places = torch.arange(blocks.context, device=x.device).expand(len(context), -1)
         states = net(x, blocks.positions.view(groups, size), context, places, blocks.mask)
-    return states.view(len(context), -1, net.config.block_size, states.shape[-1])[:, :, 1:].contiguous(), blocks
+    slots = states.view(len(context), -1, net.config.block_size, states.shape[-1])
+    return slots[:, :, 1:].contiguous(), blocks
 
 
 def autocast(embedding: Tensor) -> torch.autocast:
