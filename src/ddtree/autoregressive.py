@@ -86,10 +86,11 @@ class AutoregressiveTarget:
         return NativeCache()
 
     def prefill(
-        self, cache: NativeCache, row: int, tokens: list[int], chunk: int = 512
+        self, cache: NativeCache, row: int, tokens: list[int], chunk: int = 512, every: bool = False
     ) -> Iterator[tuple[list[int], Forward]]:
         """Process a prompt at once: recurrent states are not continued over chunks by every model."""
-        yield tokens, Forward(self._run(cache, row, tokens), None)
+        logits = self._run(cache, row, tokens)
+        yield tokens, Forward(logits if every else logits[:, -1:], None)
 
     def verify(self, cache: NativeCache, tree: DraftTree) -> Forward:
         """One token of each row; logits [R, 1, V]."""
@@ -113,4 +114,4 @@ class AutoregressiveTarget:
                 f"{type(self.model).__name__} gives no cache to continue a text from: ddtree cannot decode it"
             )
         cache.lengths[row] += len(tokens)
-        return output.logits[:, -1:]
+        return output.logits

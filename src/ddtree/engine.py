@@ -289,7 +289,9 @@ class Engine:
             if self._admission is None or self._admission.admit(self.running, sequence):
                 self.waiting.popleft()
                 # The logits of the last token are wanted: it is processed in any case.
-                known = self.prefixes.find(sequence.tokens[:-1]) if self.prefixes else []
+                known = []
+                if self.prefixes is not None and sequence.prompt_logprobs is None:
+                    known = self.prefixes.find(sequence.tokens[:-1])
                 self._joining = Joining(sequence, self.target, self.prefill_chunk, known)
         return self._joining
 

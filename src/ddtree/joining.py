@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ddtree.prefixes import Part
+from ddtree.sampling import token_logprobs
 from ddtree.sequence import Sequence
 
 
@@ -34,7 +35,8 @@ class Joining:
         sequence.stats.cached_tokens = done
         self.left = sequence.prompt_length - done
         self._known = known
-        self._chunks = target.prefill(self.cache, 0, sequence.tokens[done:], chunk)
+        every = sequence.prompt_logprobs is not None
+        self._chunks = target.prefill(self.cache, 0, sequence.tokens[done:], chunk, every)
 
     def advance(self) -> Tensor | None:
         """Process the next chunk; after the last one, the logits [V] of what follows the prompt.
@@ -48,5 +50,16 @@ class Joining:
         self._known = []
         tokens, forward = next(self._chunks)
         self.observed.append((tokens, None if forward.features is None else forward.features[0]))
+        self._report(len(tokens), forward.logits)
         self.left -= len(tokens)
-        return None if forward.logits is None else forward.logits[0, -1]
+        return forward.logits[0, -1] if not self.left and forward.logits is not None else None
+
+    def _report(self, count: int, logits: Tensor | None) -> None:
+        """Take the log-probabilities of the tokens that follow the next `count` ones, if they are asked for."""
+        sequence = self.sequence
+        if sequence.prompt_logprobs is None:
+            return
+        assert logits is not None and sequence.params.prompt_logprobs is not None
+        after = sequence.prompt_length - self.left + 1
+        for own, token in zip(logits[0], sequence.tokens[after : after + count], strict=False):
+            sequence.prompt_logprobs.append(token_logprobs(own, token, sequence.params.prompt_logprobs))

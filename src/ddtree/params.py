@@ -47,6 +47,10 @@ def _real(name: str, value: Any, low: float, high: float) -> float:
     return number
 
 
+def _reported(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value, 0, 1000)
+
+
 def _items(name: str, value: Any, what: str) -> Iterable[Any]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise ConfigError(f"{name} must be a list of {what}, not {value!r}")
@@ -136,6 +140,8 @@ class SamplingParams:
         max_tokens: most tokens to generate.
         seed: 0 to 2**63 - 1, or None for a fresh one (`with_seed`).
         logprobs: None, or how many most likely tokens to report beside each chosen one, 0 to 1000.
+        prompt_logprobs: the same of the prompt's tokens. The prompt is then processed whole, whatever is known of
+            its beginning.
         ignore_eos: the model's end-of-sequence ids do not end the sequence.
         skip_special_tokens: leave special tokens out of the text.
         processors: functions (prefix ids, logits float32 [V]) -> logits [V], applied in order. They must be
@@ -161,6 +167,7 @@ class SamplingParams:
     max_tokens: int = 256
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     processors: tuple[Processor, ...] = ()
@@ -182,7 +189,7 @@ class SamplingParams:
             "stop": _stop_strings(() if self.stop is None else self.stop),
             "max_tokens": _integer("max_tokens", self.max_tokens, 1, MAX_TOKEN),
             "seed": None if self.seed is None else _integer("seed", self.seed, 0, MAX_SEED - 1),
-            "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, 1000),
+            **{name: _reported(name, getattr(self, name)) for name in ("logprobs", "prompt_logprobs")},
             "processors": _processors(() if self.processors is None else self.processors),
         }
         checked["min_tokens"] = _integer("min_tokens", self.min_tokens, 0, MAX_TOKEN)

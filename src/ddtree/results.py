@@ -19,6 +19,7 @@ class Result:
         token_ids: output tokens, a stop token included.
         finish_reason: "stop" (stop token or string), "length" (token limit or context full), or "cancelled".
         logprobs: of the target, one entry per token of `token_ids`; None unless asked for.
+        prompt_logprobs: of the prompt's tokens after the first; None unless asked for.
         prompt_ids: the prompt as the target saw it.
         seed: the one used, so that a drawn one can be given again.
         stats: figures; `stats.arms` tells how rounds were really decoded.
@@ -28,6 +29,7 @@ class Result:
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
     prompt_ids: list[int] = field(repr=False)
     seed: int
     stats: Stats
@@ -41,6 +43,7 @@ class Result:
             token_ids=sequence.output,
             finish_reason=sequence.finish_reason,
             logprobs=sequence.logprobs,
+            prompt_logprobs=sequence.prompt_logprobs,
             prompt_ids=sequence.tokens[: sequence.prompt_length],
             seed=sequence.params.seed,
             stats=sequence.stats,
@@ -48,20 +51,24 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain JSON values."""
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = [
-                {"token": one.token, "logprob": one.logprob, "top": [list(pair) for pair in one.top]}
-                for one in self.logprobs
-            ]
         return {
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
-            "logprobs": logprobs,
+            "logprobs": _as_dicts(self.logprobs),
+            "prompt_logprobs": _as_dicts(self.prompt_logprobs),
             "seed": self.seed,
             "stats": self.stats.as_dict(),
         }
+
+
+def _as_dicts(entries: list[TokenLogprobs] | None) -> list[dict[str, Any]] | None:
+    if entries is None:
+        return None
+    return [
+        {"token": one.token, "logprob": one.logprob, "top": [list(pair) for pair in one.top]}
+        for one in entries
+    ]
 
 
 class Piece(str):

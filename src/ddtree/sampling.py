@@ -122,12 +122,7 @@ class Sampler:
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, token: int) -> TokenLogprobs:
         """Log-probabilities of raw logits [V]: of `token` and of the `params.logprobs` most likely ids."""
-        values = torch.log_softmax(logits.float(), dim=-1)
-        top: tuple[tuple[int, float], ...] = ()
-        if self.params.logprobs:
-            ids = best_ids(values, self.params.logprobs)
-            top = tuple(zip(ids.tolist(), values[ids].tolist(), strict=True))
-        return TokenLogprobs(token, float(values[token]), top)
+        return token_logprobs(logits, token, self.params.logprobs or 0)
 
     def _check(self, best: float, logits: Tensor, prefix: list[int]) -> None:
         if abs(best) < float("inf"):
@@ -140,6 +135,16 @@ class Sampler:
         raise UnsupportedModelError(
             f"the target's logits at position {len(prefix)} are NaN or infinite; use bfloat16 or float32"
         )
+
+
+def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
+    """Log-probabilities of raw logits [V]: of `token` and of the `count` most likely ids."""
+    values = torch.log_softmax(logits.float(), dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if count:
+        ids = best_ids(values, count)
+        top = tuple(zip(ids.tolist(), values[ids].tolist(), strict=True))
+    return TokenLogprobs(token, float(values[token]), top)
 
 
 _LOWEST_BITS = {torch.bfloat16: 0xFF80, torch.float16: 0xFC00}

@@ -25,6 +25,7 @@ class Sequence:
         finish_reason: None while running; "stop" (stop token or string), "length" (token limit or context full),
             "cancelled", or "error", with the exception in `error`.
         logprobs: one entry per output token when the parameters ask for them.
+        prompt_logprobs: one entry per prompt token after the first, once it is processed, when they ask for these.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.stats = Stats(
             method=request.method, drafter="+".join(request.members) or "none", prompt_tokens=len(prompt)
         )

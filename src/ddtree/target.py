@@ -158,19 +158,20 @@ class Target:
         return KVCache(tokens or self.max_context + MAX_BUDGET + 1, self.num_layers)
 
     def prefill(
-        self, cache: KVCache, row: int, tokens: list[int], chunk: int = 512
+        self, cache: KVCache, row: int, tokens: list[int], chunk: int = 512, every: bool = False
     ) -> Iterator[tuple[list[int], Forward]]:
         """Process a prompt in chunks and commit it; yields each chunk's tokens with its `Forward`.
 
-        Only the last chunk's `Forward` has logits: those of the prompt's last token, [1, 1, V].
+        Only the last chunk's `Forward` has logits: those of the prompt's last token, [1, 1, V]. With `every`, each
+        has those of all its tokens, [1, n, V].
         """
         for at in range(0, len(tokens), chunk):
             part = tokens[at : at + chunk]
             ids = torch.tensor([part], device=self.device)
             depths = torch.arange(len(part), device=self.device)[None]
-            forward = self.extend(cache, ids, depths, None, rows=(row, row + 1), keep=1)
+            forward = self.extend(cache, ids, depths, None, rows=(row, row + 1), keep=0 if every else 1)
             cache.commit([list(range(len(part)))])
-            if at + chunk < len(tokens):
+            if at + chunk < len(tokens) and not every:
                 forward.logits = None
             yield part, forward
 

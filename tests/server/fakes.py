@@ -19,14 +19,14 @@ from ddtree.stats import Stats
 
 def result(text, tokens, reason="stop", prompt=(1,), **figures):
     stats = Stats(prompt_tokens=len(prompt), output_tokens=len(tokens), **figures)
-    return Result(text, list(tokens), reason, None, list(prompt), 7, stats)
+    return Result(text, list(tokens), reason, None, None, list(prompt), 7, stats)
 
 
 def said(text, reason="stop"):
     """The events of an answer that comes a character at a time."""
     ids = [ord(char) % 256 for char in text]
     pieces = [Event(char, [token], [i % 2]) for i, (char, token) in enumerate(zip(text, ids, strict=True))]
-    return [*pieces, Event("", [], [], None, result(text, ids, reason))]
+    return [*pieces, Event("", [], [], result=result(text, ids, reason))]
 
 
 class FakeService:

@@ -94,10 +94,6 @@ def test_completions_refuse_by_name_too(refused, field, value):
     assert error["param"] == field or (field, error["param"]) == ("prompt", None)
 
 
-def test_an_echo_has_no_logprobs(refused):
-    assert refused(COMPLETIONS, {**TEXT, "echo": True, "logprobs": 0})["param"] == "logprobs"
-
-
 @pytest.mark.parametrize(
     "body",
     [

@@ -163,7 +163,7 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(address, service):
         for _ in range(count):
             asked.deliver(Event(piece, [1], [0]))
         took.append(time.monotonic() - began)
-        return [Event("", [], [], None, fakes.result(piece * count, [1] * count))]
+        return [Event("", [], [], result=fakes.result(piece * count, [1] * count))]
 
     service.script = script
     with httpx.stream(

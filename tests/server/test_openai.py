@@ -184,6 +184,27 @@ def test_log_probabilities_of_completions(client, model):
     assert told.text_offset[0] == 0 and len(told.text_offset) == len(told.tokens)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_with_log_probabilities_tells_those_of_the_prompt(client, model, stream):
+    expected = answer(model, "one two", logprobs=2, prompt_logprobs=2, max_tokens=6)
+    options = {**GREEDY, "max_tokens": 6, "echo": True, "logprobs": 2}
+    if stream:
+        chunks = list(client.completions.create(prompt="one two", stream=True, **options))
+        told = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+        text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    else:
+        (choice,) = client.completions.create(prompt="one two", **options).choices
+        told, text = [choice.logprobs], choice.text
+    values = [value for part in told for value in part.token_logprobs]
+    assert text == "one two" + expected.text
+    assert values[0] is None and told[0].top_logprobs[0] is None
+    own = [one.logprob for one in (*expected.prompt_logprobs, *expected.logprobs)]
+    assert values[1:] == pytest.approx(own, abs=1e-5)
+    assert len(values) == len(expected.prompt_ids) + len(expected.token_ids)
+    offsets = [offset for part in told for offset in part.text_offset]
+    assert offsets[0] == 0 and offsets[len(expected.prompt_ids)] == len("one two")
+
+
 @pytest.mark.parametrize(
     ("sent", "meant"),
     [

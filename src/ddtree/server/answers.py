@@ -24,6 +24,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
     result: Result | None = None
 
     def add(self, event: Event) -> None:
@@ -31,6 +32,8 @@ class Answer:
         self.tokens += event.tokens
         self.origins += event.origins
         self.logprobs += event.logprobs or []
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         self.result = event.result
 
     @property

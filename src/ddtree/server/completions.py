@@ -11,7 +11,7 @@ from ddtree.server import parameters
 from ddtree.server.answers import Answer, Answers
 from ddtree.server.asking import ask, check
 from ddtree.server.events import Event
-from ddtree.server.logprobs import CompletionLogprobs
+from ddtree.server.logprobs import CompletionLogprobs, joined, of_prompt
 from ddtree.server.protocol import ApiError
 from ddtree.server.replies import Reply, answer
 from ddtree.server.schemas import CompletionRequest
@@ -35,7 +35,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         body.logprobs if body.logprobs is None else parameters.checked_logprobs(body.logprobs, "logprobs")
     )
     params = parameters.sampling_params(
-        body, serving.defaults, tokenizer, max_tokens=MAX_TOKENS, logprobs=logprobs
+        body,
+        serving.defaults,
+        tokenizer,
+        max_tokens=MAX_TOKENS,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if body.echo else None,
     )
     encoded = await serving.away(lambda: [prompts.encode(tokenizer, prompt) for prompt in given])
     echoes = [""] * len(given)
@@ -43,19 +48,13 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         echoes = await serving.away(lambda: [_text(tokenizer, prompt) for prompt in given])
     answers = ask(serving, body, encoded, params)
     n = len(answers.answers) // len(given)
-    reply = CompletionReply(serving, body, answers, [echo for echo in echoes for _ in range(n)])
+    before = [(echo, prompt[0]) for echo, prompt in zip(echoes, encoded, strict=True) for _ in range(n)]
+    reply = CompletionReply(serving, body, answers, before)
     return await answer(request, reply, bool(body.stream))
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """Each prompt of a request. Raises ApiError for an empty list, and for what cannot be told of an echo."""
-    if body.echo and body.logprobs is not None:
-        raise ApiError(
-            400,
-            "logprobs: with echo they would be of the prompt too, which are not computed; leave one of them out",
-            param="logprobs",
-            code="unsupported_parameter",
-        )
+    """Each prompt of a request. Raises ApiError for an empty list."""
     prompt = body.prompt
     if not prompt:
         raise ApiError(
@@ -81,35 +80,51 @@ class CompletionReply(Reply):
     """Continuations in OpenAI's older form.
 
     Args:
-        echoes: what stands before each answer.
+        before: what stands before each answer, and the first token of its prompt.
     """
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, serving: Serving, body: CompletionRequest, answers: Answers, echoes: list[str]
+        self,
+        serving: Serving,
+        body: CompletionRequest,
+        answers: Answers,
+        before: list[tuple[str, int]],
     ) -> None:
         super().__init__(serving, body, answers)
-        self._echoes = echoes
+        self._before = before
         special = getattr(serving.service.model.tokenizer, "all_special_ids", ())
         hidden = frozenset(() if body.skip_special_tokens is False else special)
-        self._logprobs = [CompletionLogprobs(serving.tokens, len(echo), hidden) for echo in echoes]
+        self._logprobs = [CompletionLogprobs(serving.tokens, len(echo), hidden) for echo, _ in before]
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         return {
             "index": index,
-            "text": self._echoes[index] + answer.text,
-            "logprobs": self._logprobs[index](answer.logprobs) if answer.logprobs else None,
+            "text": self._before[index][0] + answer.text,
+            "logprobs": joined(
+                [
+                    self._of_prompt(index, answer),
+                    self._logprobs[index](answer.logprobs) if answer.logprobs else None,
+                ]
+            ),
             "finish_reason": answer.finish_reason,
         }
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        echo = self._echoes[index]
-        return {"index": index, "text": echo, "logprobs": None, "finish_reason": None} if echo else None
+        echo, _ = self._before[index]
+        logprobs = self._of_prompt(index, self.answers.answers[index])
+        return {"index": index, "text": echo, "logprobs": logprobs, "finish_reason": None} if echo else None
 
     def piece(self, index: int, event: Event) -> dict[str, Any]:
         logprobs = None if event.logprobs is None else self._logprobs[index](event.logprobs)
         return {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": None}
+
+    def _of_prompt(self, index: int, answer: Answer) -> dict[str, Any] | None:
+        """Log-probabilities of the tokens that are echoed, if they are asked for."""
+        if answer.prompt_logprobs is None:
+            return None
+        return of_prompt(self._before[index][1], answer.prompt_logprobs, self.serving.tokens)
 
     def ending(self, index: int, reason: str) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}

@@ -17,6 +17,7 @@ class Event:
         tokens: ids chosen since the last event.
         origins: of each of `tokens`, the depth at which it was drafted and accepted (1..), or 0 for a bonus token.
         logprobs: of each of `tokens`; None unless asked for.
+        prompt_logprobs: of the prompt's tokens after the first, on the first event, if asked for.
         result: the whole answer, on the last event, unless `error` stands in its place.
         error: why the answer ended early, on the last event.
     """
@@ -25,6 +26,7 @@ class Event:
     tokens: list[int]
     origins: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     result: Result | None = None
     error: Exception | None = None
 

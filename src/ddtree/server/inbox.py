@@ -58,6 +58,7 @@ def merged(events: list[Event]) -> Event:
         tokens=[token for one in events for token in one.tokens],
         origins=[origin for one in events for origin in one.origins],
         logprobs=[entry for part in logprobs for entry in part] if logprobs else None,
+        prompt_logprobs=events[0].prompt_logprobs,
         result=events[-1].result,
         error=events[-1].error,
     )

@@ -61,6 +61,19 @@ class CompletionLogprobs:
         return [*reversed(entry.top), (entry.token, entry.logprob)]
 
 
+def of_prompt(first: int, entries: list[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
+    """The older form, of a prompt: its first token has no log-probability, and text is counted from it on."""
+    told = CompletionLogprobs(texts, 0)([TokenLogprobs(first, 0.0, ()), *entries])
+    told["token_logprobs"][0] = told["top_logprobs"][0] = None
+    return told
+
+
+def joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Several pieces of the older form as one; None where there are none."""
+    there = [part for part in parts if part is not None]
+    return {name: [entry for part in there for entry in part[name]] for name in there[0]} if there else None
+
+
 def _entry(token: int, value: float, texts: TokenTexts) -> dict[str, Any]:
     text, data = texts(token)
     return {"token": text, "logprob": max(value, _LOWEST), "bytes": list(data)}

@@ -33,7 +33,13 @@ def sampling_defaults(model: Any) -> dict[str, Any]:
 
 
 def sampling_params(
-    request: Generation, defaults: dict[str, Any], tokenizer: Any, *, max_tokens: int, logprobs: int | None
+    request: Generation,
+    defaults: dict[str, Any],
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """How to sample the first of a request's answers; see `choices` for the others.
 
@@ -43,6 +49,7 @@ def sampling_params(
         tokenizer: for strings that become token ids; may be None.
         max_tokens: where the request has none.
         logprobs: most likely tokens to report beside each; None for no log-probabilities.
+        prompt_logprobs: the same of the prompt's tokens.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -74,7 +81,12 @@ def sampling_params(
         fields["seed"] = request.seed % MAX_SEED
     asked = getattr(request, "max_completion_tokens", None)
     asked = request.max_tokens if asked is None else asked
-    return SamplingParams(max_tokens=max_tokens if asked is None else asked, logprobs=logprobs, **fields)
+    return SamplingParams(
+        max_tokens=max_tokens if asked is None else asked,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        **fields,
+    )
 
 
 def choices(params: SamplingParams, n: int) -> list[SamplingParams]:

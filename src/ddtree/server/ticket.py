@@ -56,6 +56,7 @@ class Ticket:
             tokens=sequence.tokens[at + told : at + known],
             origins=sequence.origins[told:known],
             logprobs=None if sequence.logprobs is None else sequence.logprobs[told:known],
+            prompt_logprobs=None if told else sequence.prompt_logprobs,
             result=Result.of(sequence) if ended and failed is None else None,
             error=failed,
         )
