@@ -36,11 +36,13 @@ class Acceptance:
         self._predicted = np.zeros_like(self._seen)
         self._accepted = np.zeros_like(self._seen)
         self._learnt = tuple(np.zeros_like(self._seen) for _ in range(3))
-        self._stale = 0
+        # Rounds not yet counted: many at once take hardly longer than one.
+        self._waiting: list[tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]] = []
         self._table = np.tile(np.exp(_GRID), (MAX_DEPTH + 1, 1))
 
     @property
     def seen(self) -> float:
+        self._count()
         return float(self._seen[1:].sum())
 
     @property
@@ -73,17 +75,15 @@ class Acceptance:
         self, logprobs: NDArray[np.float32], depths: NDArray[np.int64], accepted: NDArray[np.bool_]
     ) -> None:
         """Verified nodes [n] of depth 1 or more: what was predicted and what came."""
-        places = depths, _bins(logprobs)
-        counts = np.ones(len(depths)), np.exp(logprobs.astype(np.float64)), accepted.astype(np.float64)
-        for column, learnt, values in zip(self._columns, self._learnt, counts, strict=True):
-            np.add.at(column, places, values)
-            np.add.at(learnt, places, values)
-        self._stale += 1
-        if self._stale >= _EVERY:
+        self._waiting.append((logprobs, depths, accepted))
+        if len(self._waiting) >= _EVERY:
+            self._count()
             self._refresh()
 
     def add(self, other: Acceptance) -> None:
         """Count what the other has learnt since it was made or read."""
+        self._count()
+        other._count()
         for column, learnt in zip(self._columns, other._learnt, strict=True):
             column += learnt
         self._refresh()
@@ -91,6 +91,7 @@ class Acceptance:
     def as_list(self) -> list[list[float]]:
         """The counts as plain JSON values, for `from_list`: depth, bin, nodes seen, predicted and accepted ones; at
         depth 0 rounds played, nodes drafted and accepted in them."""
+        self._count()
         return [
             [int(depth), int(at), *(round(float(column[depth, at]), 3) for column in self._columns)]
             for depth, at in np.argwhere(self._seen > 0)
@@ -118,8 +119,19 @@ class Acceptance:
     def _columns(self) -> tuple[NDArray[np.float64], ...]:
         return self._seen, self._predicted, self._accepted
 
+    def _count(self) -> None:
+        """Count the nodes that wait for it."""
+        if not self._waiting:
+            return
+        logprobs, depths, accepted = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting = []
+        places = depths, _bins(logprobs)
+        counts = np.ones(len(depths)), np.exp(logprobs.astype(np.float64)), accepted.astype(np.float64)
+        for column, learnt, values in zip(self._columns, self._learnt, counts, strict=True):
+            np.add.at(column, places, values)
+            np.add.at(learnt, places, values)
+
     def _refresh(self) -> None:
-        self._stale = 0
         most = self._seen.max(axis=1, keepdims=True)
         fade = np.minimum(1.0, _MEMORY / np.maximum(most, 1.0))
         for column in self._columns:

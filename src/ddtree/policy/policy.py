@@ -264,7 +264,10 @@ class Policy:
         return values
 
     def _acceptance(self, arm: Arm, request: Request) -> Acceptance:
-        return self.acceptance.setdefault(_named(arm, request), Acceptance())
+        name = _named(arm, request)
+        if name not in self.acceptance:
+            self.acceptance[name] = Acceptance()
+        return self.acceptance[name]
 
     def _accept(self, now: _Round, tree: DraftTree, paths: Sequence[Sequence[int]]) -> None:
         if now.logprobs is None:
