@@ -96,7 +96,7 @@ def test_the_second_turn_of_a_chat_with_and_without_its_prefix(bench, tmp_path):
     for chat in chats:
         assert abs(chat["first"]["prompt_tokens"] - 300) <= 6
         assert chat["known"]["prompt_tokens"] == chat["new"]["prompt_tokens"]
-        assert chat["known"]["cached_tokens"] >= 300 and chat["new"]["cached_tokens"] <= 5
+        assert chat["known"]["cached_tokens"] >= 294 and chat["new"]["cached_tokens"] <= 5
 
 
 def test_completions_too(bench):
