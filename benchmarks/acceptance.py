@@ -6,7 +6,7 @@
 
 The first step lets the target answer prompts, greedily and at temperature 1 with known seeds. The second replays each
 drafter along the answers (what verification would accept does not depend on who drafted when the answer was made),
-alone and merged with the n-grams. Cells already in the output file are not measured again.
+alone and, without n-grams of its own, merged with them. Cells already in the output file are not measured again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def replays(args: argparse.Namespace, target: Target) -> None:
     for file in args.answers:
         sets = _examples(file, target, *(layers or {()}), args.limit)
         for name in args.drafters:
-            for merged in (False, True):
+            known = load_drafter(name, target)
+            assert known is not None
+            for merged in (False,) if "lookup" in known.name.split("+") else (False, True):
                 spec: Any = [name, args.lookup] if merged else name
                 for cell in _cells(args, file.stem, name, merged, sets):
                     if _key(cell) not in done:
