@@ -99,8 +99,7 @@ def replays(args: argparse.Namespace, target: Target) -> None:
         raise SystemExit(f"the drafters read features of different layers: {sorted(layers)}")
     for file in args.answers:
         sets = _examples(file, target, *(layers or {()}), args.limit)
-        for name in args.drafters:
-            known = load_drafter(name, target)
+        for name, known in zip(args.drafters, every, strict=True):
             assert known is not None
             for merged in (False,) if "lookup" in known.name.split("+") else (False, True):
                 spec: Any = [name, args.lookup] if merged else name

@@ -2,25 +2,12 @@
 
 import torch
 
-from ddtree.drafters.dflash_net import DFlashConfig, DFlashNet
+import tiny
 from ddtree.train.batches import GROUP, Batch
 from ddtree.train.blocks import IGNORED, pack, packed_mask
 from ddtree.train.forward import block_states
 
 TEXT = torch.arange(100, 120)
-CONFIG = DFlashConfig(
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=64,
-    block_size=4,
-    mask_token_id=63,
-    target_layer_ids=(0, 1),
-    num_target_layers=2,
-)
 
 
 def batch(anchors, known=None, lengths=None, texts=None):
@@ -79,12 +66,12 @@ def test_a_query_sees_the_context_before_its_anchor_and_its_own_block_only():
 def test_attention_runs_over_a_few_blocks_at_a_time_and_gives_the_same():
     random = torch.Generator().manual_seed(0)
     anchors = torch.randint(1, 60, (2, 2 * GROUP), generator=random).sort(dim=1).values
-    texts = torch.randint(0, 50, (2, 80), generator=random)
+    texts = torch.randint(0, tiny.VOCAB, (2, 80), generator=random)
     many = batch(anchors.tolist(), texts=texts)
-    torch.manual_seed(0)
-    net = DFlashNet(CONFIG)
-    embedding = torch.randn(64, CONFIG.hidden_size)
-    features = torch.randn(2, 80, len(CONFIG.target_layer_ids), CONFIG.hidden_size)
+    net = tiny.network(tiny.model("llama"), block_size=4)
+    shape = net.config
+    embedding = torch.randn(shape.vocab_size, shape.hidden_size)
+    features = torch.randn(2, 80, len(shape.target_layer_ids), shape.hidden_size)
     states, blocks = block_states(net, embedding, many, features)
     assert blocks.group == GROUP and blocks.mask.shape == (4, 4 * GROUP, many.context + 4 * GROUP)
     for place in range(2 * GROUP):
