@@ -2,6 +2,7 @@
 #
 #   make demo    see the same text come out faster       make test    the whole test suite
 #   make check   lint, types and tests                   make clean   remove what this file made
+#   make test-vllm   the plugin for vLLM, in .venv-vllm (2.5 GB)
 #
 # To override: make demo PYTHON=python3.12          (after make clean, where an environment exists)
 #              make demo TORCH=torch==2.14.1
@@ -16,6 +17,9 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Where that build is looked for besides PyPI; `none` turns it off, unset lets tools/torch_index.py decide.
 TORCH_INDEX ?=
+# For vLLM's CPU build, which pins its releases of torch and transformers.
+VLLM_VENV ?= .venv-vllm
+VLLM_TORCH = torch==2.13.0
 OLDEST = transformers==5.17.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -26,7 +30,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Two workers of one thread each beat one of two: the models of the tests are tiny.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-.PHONY: demo test test-exhaustive test-oldest lint format types check clean
+.PHONY: demo test test-exhaustive test-oldest test-vllm lint format types check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp
@@ -44,6 +48,10 @@ test-oldest: $(VENV)/oldest.stamp
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(wildcard tests/test_compat*.py tests/test_target*.py tests/test_engine.py tests/test_custom_generate.py)
 
+# The plugin inside vLLM's engine; never a part of `make test`. One thread, and one engine at a time.
+test-vllm: $(VLLM_VENV)/vllm.stamp
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,7 +66,7 @@ types: $(VENV)/dev.stamp
 check: lint types test
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(TORCH_STAMP):
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv and pip was found: install one, or name it with make PYTHON=..." >&2; exit 1; }
@@ -82,4 +90,14 @@ $(VENV)/oldest.stamp: $(VENV)/dev.stamp
 	@echo "==> installing $(OLDEST), once"
 	rm -rf $(VENV)/oldest
 	$(PIP) install --target $(VENV)/oldest "$(OLDEST)"
+	@touch "$@"
+
+# vLLM's text models run without the other packages of torch, which PyPI has for CUDA alone, and without Triton.
+$(VLLM_VENV)/vllm.stamp: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv and pip was found: install one, or name it with make PYTHON=..." >&2; exit 1; }
+	@echo "==> making $(VLLM_VENV) with vLLM's CPU build, once"
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install "$(VLLM_TORCH)" $$($(VLLM_VENV)/bin/python tools/torch_index.py "$(TORCH_INDEX)")
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -e '.[vllm,gguf]' pytest pytest-xdist httpx openai
+	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec triton
 	@touch "$@"

@@ -31,9 +31,10 @@ FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments, further = _split(list(sys.argv[1:] if argv is None else argv))
     parser = _parser(arguments)
     args = parser.parse_args(arguments)
+    args.further = further
     if args.command is None:
         parser.print_help()
         return 0
@@ -67,6 +68,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(FAILED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Of `serve`, what follows `--`: options of the engine that it starts."""
+    if arguments[:1] != ["serve"] or "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _parser(arguments: list[str]) -> argparse.ArgumentParser:

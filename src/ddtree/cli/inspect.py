@@ -1,4 +1,4 @@
-"""`ddtree inspect`: what a checkpoint or a pair is. Exit code 1 where a pair does not fit."""
+"""`ddtree inspect`: what a checkpoint or a pair is. Exit code 1 where a pair does not fit, or vLLM does not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--target", metavar="NAME", help="the target, when the first is a drafter")
     other.add_argument("--drafter", metavar="NAME", help="the drafter, when the first is a target")
+    other.add_argument(
+        "--vllm", action="store_true", help="whether draft trees can run in the vLLM that is installed"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.vllm:
+        return _vllm()
     from transformers.utils import logging
 
     from ddtree.inspect import inspect
@@ -24,3 +29,17 @@ def run(args: argparse.Namespace) -> int:
     report = inspect(args.name, target=args.target, drafter=args.drafter)
     print(report)
     return 1 if report.misfits else 0
+
+
+def _vllm() -> int:
+    from ddtree.vllm.versions import report
+
+    lines = report()
+    print(*lines, sep="\n")
+    wrong = sum(line.wrong is not None for line in lines)
+    print(
+        f"draft trees cannot run in it: {wrong} of {len(lines)} differ"
+        if wrong
+        else "draft trees can run in it"
+    )
+    return 1 if wrong else 0

@@ -22,6 +22,12 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser, positional=True)
     options.add_drafting_options(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument("--engine", choices=("ddtree", "vllm"), default="ddtree",
+                       help="vllm: its server with draft trees in it; options of its own go last, after -- "
+                       "(default: %(default)s)")  # fmt: skip
+    group.add_argument("--drafting", choices=("on", "off"), default="on",
+                       help="off: plain vLLM (default: %(default)s)")  # fmt: skip
     group = parser.add_argument_group("endpoint")
     group.add_argument("--host", default="127.0.0.1",
                        help="address to listen on, 0.0.0.0 for all (default: this machine alone)")  # fmt: skip
@@ -48,6 +54,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
                        help="answers to one request (default: %(default)s)")  # fmt: skip
     group.add_argument("--max-body", type=_size, default=4 * 2**20, metavar="SIZE",
                        help="longest request, as 4M (default: 4M)")  # fmt: skip
+    group.add_argument("--max-connections", type=int, default=512, metavar="N",
+                       help="connections at once; more are turned away (default: %(default)s)")  # fmt: skip
     group.add_argument("--request-timeout", type=float, default=0.0, metavar="SECONDS",
                        help="end answers that take longer; 0: never (default: 0)")  # fmt: skip
     group.add_argument("--kv-memory", type=_size, metavar="SIZE",
@@ -73,6 +81,12 @@ def _add_security(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.engine == "vllm":
+        return _on_vllm(args)
+    if args.further:
+        raise ConfigError(f"{args.further[0]} after -- is for --engine vllm: give it before, or drop the --")
+    if args.drafting == "off":
+        raise ConfigError("--drafting off is for --engine vllm: give --method off")
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -107,6 +121,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _on_vllm(args: argparse.Namespace) -> int:
+    from ddtree.vllm.launch import serve
+
+    nothing = argparse.ArgumentParser()
+    add_arguments(nothing)
+    return serve(args, nothing.parse_args([]), _api_keys(args), args.further)
+
+
 def _limits(args: argparse.Namespace) -> Limits:
     from ddtree.server.limits import Limits
 
@@ -117,6 +139,7 @@ def _limits(args: argparse.Namespace) -> Limits:
         max_body_bytes=args.max_body,
         max_tokens=args.max_tokens,
         max_n=args.max_n,
+        max_connections=args.max_connections,
         request_timeout=args.request_timeout,
     )
 
@@ -125,9 +148,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     from ddtree.server.runner import LOOPBACK
     from ddtree.server.serving import Settings
 
-    keys = [*args.api_key, *(key for file in args.api_key_file for key in _keys(file))]
-    if any(not key.strip() or not key.isascii() for key in keys):
-        raise ConfigError("an API key is empty or not ASCII: give letters and digits")
+    keys = _api_keys(args)
     for origin in args.cors_origin:
         if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
             raise ConfigError(
@@ -141,6 +162,13 @@ def _settings(args: argparse.Namespace) -> Settings:
         hosts=(*LOOPBACK, args.host, *args.allowed_host) if local else None,
         model_sampling=args.generation_config == "model",
     )
+
+
+def _api_keys(args: argparse.Namespace) -> list[str]:
+    keys = [*args.api_key, *(key for file in args.api_key_file for key in _keys(file))]
+    if any(not key.strip() or not key.isascii() for key in keys):
+        raise ConfigError("an API key is empty or not ASCII: give letters and digits")
+    return keys
 
 
 def _keys(file: Path) -> list[str]:

@@ -1,0 +1,69 @@
+"""The worker's counters, asked for over vLLM's own calls to workers, as Prometheus reads them.
+
+The worker may live in another process than the HTTP server, and with data parallelism there are several: the figures
+are their sums. Ranks of one engine count the same steps, so the first one's are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+METHOD = "ddtree_counters"
+"""Of the worker: a dict of numbers, and of dicts from a label's value to a number."""
+PREFIX = "ddtree_vllm_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Counters = Mapping[str, float | Mapping[str, float]]
+
+_ABOUT = {
+    "steps": "Verifications of a request: those with drafts and those without.",
+    "drafted_steps": "Verifications of a request that had drafted nodes.",
+    "nodes": "Drafted nodes that were verified.",
+    "accepted": "Drafted nodes that were accepted.",
+    "accepted_per_depth": "Accepted nodes by their depth in the tree.",
+    "arms": "Steps of a request by the way they were drafted for.",
+    "seconds": "Where the worker's time went.",
+}
+
+
+async def gather(engine_client: Any) -> dict[str, Any]:
+    """The counters of all engines behind a server, summed.
+
+    Args:
+        engine_client: vLLM's `AsyncLLM`.
+    """
+    call = ("collective_rpc", METHOD, None, (), None)
+    engines = await engine_client.engine_core.call_utility_all_async(*call)
+    return summed([workers[0] for workers in engines])
+
+
+def summed(parts: Sequence[Counters]) -> dict[str, Any]:
+    """Counters added up by name and label."""
+    total: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, Mapping):
+                inner = total.setdefault(name, {})
+                for label, number in value.items():
+                    inner[label] = inner.get(label, 0) + number
+            else:
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def text(found: Counters) -> str:
+    """In Prometheus' text format."""
+    lines = []
+    for name, value in found.items():
+        full = f"{PREFIX}{name}_total"
+        lines += [f"# HELP {full} {_ABOUT.get(name, name)}", f"# TYPE {full} counter"]
+        if isinstance(value, Mapping):
+            lines += [f'{full}{{{name}="{_escaped(label)}"}} {number}' for label, number in value.items()]
+        else:
+            lines.append(f"{full} {value}")
+    return "\n".join([*lines, ""])
+
+
+def _escaped(label: object) -> str:
+    return str(label).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,143 @@
+"""What vLLM's HTTP server lacks for drafting: `ddtree` in requests, and counters. Named to it by `--middleware`.
+
+vLLM's requests have a place for what extensions need, `vllm_xargs`, which takes no objects, and its sampling refuses
+`min_p` and `logit_bias` beside any drafting. So these fields move there as JSON text, and `admission` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from ddtree.errors import ConfigError
+from ddtree.vllm import counters, requests
+from ddtree.vllm.settings import KEY
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+METRICS = "/ddtree/metrics"
+ARGUMENTS = "vllm_xargs"
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend")
+_MOVED = (KEY, *requests.SAMPLED_HERE)
+_LOOKED_AT = (*_MOVED, *_GUIDED)
+
+
+class Refusal(Exception):
+    """A request that gets 400.
+
+    Args:
+        message: one line for people.
+        param: the field at fault.
+    """
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Middleware:
+    """ASGI middleware of vLLM's server.
+
+    Args:
+        app: what it stands before.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        if scope["method"] == "GET" and scope["path"] == METRICS:
+            text = counters.text(await counters.gather(scope["app"].state.engine_client))
+            return await _answer(send, 200, text.encode(), counters.CONTENT_TYPE)
+        if scope["method"] != "POST" or not _is_json(scope):
+            return await self.app(scope, receive, send)
+        body = await _body(receive)
+        try:
+            changed = translate(body)
+        except Refusal as error:
+            return await _answer(send, 400, _error(error), "application/json")
+        if changed is not body:
+            headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
+            scope = {**scope, "headers": [*headers, (b"content-length", str(len(changed)).encode())]}
+        await self.app(scope, _replay(changed, receive), send)
+
+
+def translate(body: bytes) -> bytes:
+    """A request's body as vLLM takes it; the same object where nothing in it concerns drafting.
+
+    Raises:
+        Refusal: `ddtree` is no object of known fields, or a field asks for a grammar by one of its former names.
+    """
+    if not any(b'"%s"' % name.encode() in body for name in _LOOKED_AT):
+        return body
+    try:
+        sent = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(sent, dict):
+        return body
+    for name in _GUIDED:
+        if sent.get(name) is not None:
+            raise Refusal(f"{name}: answers cannot be held to a grammar while trees are drafted", name)
+    moved = {name: sent.pop(name) for name in _MOVED if name in sent}
+    mine = moved.pop(KEY, None)
+    if mine is not None and not isinstance(mine, dict):
+        raise Refusal(f"{KEY} must be an object of method, budget and depth, not {mine!r}", KEY)
+    try:
+        requests.asked({KEY: mine})
+        wanted = {**(mine or {}), **{name: value for name, value in moved.items() if value}}
+        requests.asked({KEY: wanted})
+    except ConfigError as error:
+        named = requests.named_in(str(error), requests.SAMPLED_HERE)
+        raise Refusal(str(error), named or KEY) from error
+    if wanted:
+        others = sent.get(ARGUMENTS)
+        sent[ARGUMENTS] = {**(others if isinstance(others, dict) else {}), KEY: json.dumps(wanted)}
+    return json.dumps(sent).encode()
+
+
+def _is_json(scope: Scope) -> bool:
+    kinds = [value for name, value in scope["headers"] if name.lower() == b"content-type"]
+    return any(kind.split(b";")[0].strip().lower() == b"application/json" for kind in kinds)
+
+
+def _error(error: Refusal) -> bytes:
+    # vLLM's own form of OpenAI's errors, so that clients meet one form.
+    told = {"message": str(error), "type": "BadRequestError", "param": error.param, "code": 400}
+    return json.dumps({"error": told}).encode()
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message["type"] == "http.request" and message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Gives the body once, then what comes after it: that the client has left."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _answer(send: Send, status: int, body: bytes, kind: str) -> None:
+    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
