@@ -21,6 +21,7 @@ TORCH_INDEX ?=
 VLLM_VENV ?= .venv-vllm
 VLLM_TORCH = torch==2.13.0
 OLDEST = transformers==5.17.0
+PLAYWRIGHT = playwright>=1.49
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -30,7 +31,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Two workers of one thread each beat one of two: the models of the tests are tiny.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-.PHONY: demo test test-exhaustive test-oldest test-vllm lint format types check clean
+.PHONY: demo test test-exhaustive test-oldest test-vllm browser lint format types check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp
@@ -51,6 +52,10 @@ test-oldest: $(VENV)/oldest.stamp
 # The plugin inside vLLM's engine; never a part of `make test`. One thread, and one engine at a time.
 test-vllm: $(VLLM_VENV)/vllm.stamp
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+# What the dashboard's tests need beside a Chromium on the path; they are skipped without the two.
+browser: $(VENV)/dev.stamp
+	$(PIP) install "$(PLAYWRIGHT)"
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
