@@ -14,6 +14,7 @@ from ddtree.server.limits import Limits
 from ddtree.server.metrics import Metrics
 from ddtree.server.runner import Server, bind, url
 from ddtree.server.serving import Settings
+from ddtree.server.tokens import TokenTexts
 from ddtree.stats import Stats
 
 
@@ -43,6 +44,7 @@ class FakeService:
             target=SimpleNamespace(model=talker.model(), max_context=512, vocab_size=talker.VOCAB),
             engine=SimpleNamespace(max_rows=2, members=("dflash", "lookup")),
         )
+        self.texts = TokenTexts(self.model.tokenizer)
         self.script = lambda asked, index: said("hello")
         self.refusal = None
         self.asked = []

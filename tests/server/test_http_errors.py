@@ -5,9 +5,11 @@ import json
 import fakes
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from ddtree.errors import CacheMemoryError, PromptError
 from ddtree.server.limits import BusyError, ClosingError, EngineError, TimeoutReached
+from ddtree.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"prompt": "hi"}
@@ -49,7 +51,8 @@ def refused(service, client):
         ("temperature", "1"), ("temperature", 200), ("temperature", -1), ("temperature", True), ("top_p", 2),
         ("top_k", 1.5), ("top_k", -2), ("min_p", -0.1), ("n", 0), ("n", 4), ("n", "2"), ("seed", 1.5), ("stop", 3),
         ("stop", [1]), ("stop", [""]), ("stop", ["x"] * 65), ("max_tokens", 0), ("max_tokens", -1),
-        ("max_tokens", 2**40),
+        ("max_tokens", 2**40), ("max_completion_tokens", 0), ("max_completion_tokens", "9"),
+        ("stop", "x" * 1025), ("bad_words", ["x" * 1025]),
         ("presence_penalty", 3), ("frequency_penalty", "x"), ("repetition_penalty", 0), ("logit_bias", [1]),
         ("logit_bias", {"x": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("min_tokens", -1),
         ("stop_token_ids", [-1]), ("stop_token_ids", "1"), ("ignore_eos", "yes"), ("bad_words", "x"), ("stream", 1),
@@ -73,7 +76,8 @@ def test_a_value_out_of_range_is_told_with_its_field(refused, field, value):
         ("guided_json", {"type": "object"}), ("modalities", ["audio"]), ("audio", {"voice": "x"}),
         ("prompt_logprobs", 1), ("prompt_logprobs", 0), ("use_beam_search", True), ("return_token_ids", True),
         ("chat_template", "{{ x }}"), ("web_search_options", {"a": 1}), ("documents", [{}]), ("echo", True),
-        ("best_of", 2), ("continue_final_message", "x"),
+        ("best_of", 2), ("continue_final_message", "x"), ("typical_p", 0.9), ("mirostat", 2), ("n_predict", 9),
+        ("regex", "a+"), ("repeat_penalty", 1.1),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(refused, field, value):
@@ -86,7 +90,7 @@ def test_what_is_not_supported_is_refused_by_name(refused, field, value):
     [
         ("suffix", "x"), ("best_of", 3), ("logprobs", 21), ("logprobs", True), ("prompt", []), ("prompt", ""),
         ("prompt", [[]]), ("prompt", [""]), ("prompt", [1, "a"]), ("prompt", None), ("prompt", [[1, True]]),
-        ("prompt", {"text": "x"}), ("prompt", ["x"] * 7),
+        ("prompt", {"text": "x"}), ("prompt", ["x"] * 7), ("max_tokens", 0),
     ],
 )  # fmt: skip
 def test_completions_refuse_by_name_too(refused, field, value):
@@ -100,6 +104,7 @@ def test_completions_refuse_by_name_too(refused, field, value):
         {**CHAT, "tools": [], "tool_choice": "auto"}, {**CHAT, "tools": [{}], "tool_choice": "none"},
         {**CHAT, "response_format": {"type": "text"}}, {**CHAT, "modalities": ["text"]}, {**CHAT, "audio": None},
         {**CHAT, "use_beam_search": False, "length_penalty": 1.0, "echo": False, "best_of": 1},
+        {**CHAT, "typical_p": 1, "mirostat": 0, "n_predict": -1, "dry_multiplier": 0.0, "cache_prompt": True},
         {**CHAT, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "u", "prediction": {"a": 1}},
         {**CHAT, "no_such_field": {"deep": [1, 2]}}, {name: None for name in ("temperature", "stop", "n")} | CHAT,
         {**CHAT, "model": "fake"}, {**CHAT, "top_k": -1, "seed": -5, "temperature": 0, "logit_bias": {"7": 1}},
@@ -143,6 +148,35 @@ def test_the_tokenizers_own_arguments_are_not_for_clients(refused, name):
 def test_a_body_that_is_no_request_is_told_so(refused, body):
     for path in (CHATS, COMPLETIONS, "/tokenize", "/detokenize"):
         refused(path, body)
+
+
+MANY = 9000
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (ChatRequest, {"messages": [1] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * MANY}]}),
+        (ChatRequest, {**CHAT, "stop": [1] * MANY}), (ChatRequest, {**CHAT, "stop_token_ids": ["a"] * MANY}),
+        (ChatRequest, {**CHAT, "bad_words": [1] * MANY}),
+        (ChatRequest, {**CHAT, "logit_bias": {str(i): "x" for i in range(MANY)}}),
+        (CompletionRequest, {"prompt": [None] * MANY}), (CompletionRequest, {"prompt": [[None] * MANY] * 9}),
+        (TokenizeRequest, {"messages": [1] * MANY}), (DetokenizeRequest, {"tokens": ["a"] * MANY}),
+    ],
+)  # fmt: skip
+def test_of_many_entries_that_are_wrong_few_are_told(schema, body):
+    # A million complaints would hold up every other answer while they are written down.
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(body)
+    assert caught.value.error_count() <= 6
+
+
+@pytest.mark.parametrize(
+    ("status", "fields"), [(404, {"model": "x" * 9000}), (400, {"ddtree": {"method": "x" * 9000}})]
+)
+def test_what_a_client_sent_makes_no_message_long(refused, status, fields):
+    assert len(refused(CHATS, {**CHAT, **fields}, status)["message"]) < 1100
 
 
 def test_other_types_of_body_are_refused(refused):
@@ -195,3 +229,9 @@ def test_a_full_queue_says_when_to_come_back(client, service):
     finally:
         service.refusal = None
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+
+
+def test_whether_it_is_healthy_can_be_asked_without_a_body(client):
+    for path in ("/health", "/health/live", "/health/ready"):
+        response = client.head(path)
+        assert response.status_code == 200 and not response.content

@@ -196,3 +196,12 @@ def test_streams_of_many_clients_do_not_mix(address, service):
     for thread in threads:
         thread.join()
     assert found == {f"word {i}": f"re: word {i}" for i in range(12)}
+
+
+@pytest.mark.parametrize("char", ["\x85", "\u2028", "\u2029"])
+def test_no_character_of_a_text_ends_a_line_of_the_stream(service, address, char):
+    service.script = lambda asked, index: fakes.said(f"a{char}b")
+    with httpx.stream("POST", address + "/v1/chat/completions", json={"stream": True, **CHAT}) as response:
+        # As many clients do, by whatever Python takes for the end of a line.
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert joined([json.loads(event) for event in events[:-1]]) == f"a{char}b"

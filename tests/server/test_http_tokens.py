@@ -39,7 +39,9 @@ def test_words_byte_fallback_and_spaces_of_sentencepiece():
     ]  # fmt: skip
     assert TokenTexts(words.tokenizer())(9)[0] == "bb"
     # A model may have more ids than its tokenizer has tokens.
-    assert TokenTexts(words.tokenizer())(4000) == ("", b"") == TokenTexts(None)(3)
+    assert TokenTexts(words.tokenizer())(4000) == ("", b"")
+    # Texts of a model without a tokenizer must tell tokens apart, too.
+    assert TokenTexts(None)(3) == ("3", b"")
 
 
 def test_log_probabilities_in_both_forms():

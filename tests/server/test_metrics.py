@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import talker
 from ddtree.policy import OFF, Choice
 from ddtree.policy.arms import Arm
 from ddtree.server.metrics import Metrics
 from ddtree.server.reports import Reports
 from ddtree.server.rolling import Rolling
+from ddtree.server.tokens import TokenTexts
 from ddtree.stats import Stats
 from ddtree.tree import DraftTree
 
@@ -165,7 +167,7 @@ def test_rolling_figures_are_of_the_last_while():
 
 def test_reports_are_throttled_and_lose_no_token():
     now, told = [0.0], []
-    reports = Reports(None, lambda: now[0])
+    reports = Reports(TokenTexts(None), lambda: now[0])
     reports.round(a_round())
     stop = reports.watch(told.append)
     for _ in range(10):
@@ -196,3 +198,10 @@ def test_reports_are_throttled_and_lose_no_token():
     now[0] += 1
     reports.round(a_round())
     assert told[-1] is last
+
+
+def test_a_drawn_tree_names_parts_of_characters_as_log_probabilities_do():
+    texts = TokenTexts(talker.tokenizer())
+    reports = Reports(texts, lambda: 0.0)
+    reports.round(a_round())
+    assert reports.tree["tokens"] == [texts(token)[0] for token in (7, 8, 9, 10)]

@@ -205,6 +205,24 @@ def test_an_echo_with_log_probabilities_tells_those_of_the_prompt(client, model,
     assert offsets[0] == 0 and offsets[len(expected.prompt_ids)] == len("one two")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_tells_of_the_prompt_and_of_nothing_else(client, model, stream):
+    options = {**GREEDY, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt": "one two"}
+    expected = answer(model, "one two", logprobs=1, prompt_logprobs=1, max_tokens=1)
+    if stream:
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = client.completions.create(**options, **more)
+        choices, usage = [chunk.choices[0] for chunk in chunks], last.usage
+    else:
+        reply = client.completions.create(**options)
+        choices, usage = reply.choices, reply.usage
+    assert "".join(choice.text for choice in choices) == "one two"
+    assert choices[-1].finish_reason == "length"
+    values = choices[0].logprobs.token_logprobs
+    assert values == [None, *[pytest.approx(one.logprob, abs=1e-5) for one in expected.prompt_logprobs]]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(expected.prompt_ids), 0)
+
+
 @pytest.mark.parametrize(
     ("sent", "meant"),
     [

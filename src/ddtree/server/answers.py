@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddtree.params import SamplingParams
@@ -52,6 +52,7 @@ class Answers:
         asked: prompt and parameters of each answer.
         n: so many answers in a row share a prompt.
         drafting: what the request fixes of how to draft.
+        silent: only what is found out about the prompts is wanted: the answers are passed on as empty.
 
     Raises:
         DDTreeError: as `Service.submit_all`.
@@ -63,10 +64,13 @@ class Answers:
         asked: list[tuple[list[int], SamplingParams]],
         n: int,
         drafting: Mapping[str, Any] | None,
+        *,
+        silent: bool = False,
     ) -> None:
         self.answers = [Answer() for _ in asked]
         self._service = service
         self._n = n
+        self._silent = silent
         self._prompt_tokens = sum(len(prompt) for prompt, _ in asked[::n])
         self._inbox = Inbox()
         text = service.model.tokenizer is not None
@@ -93,6 +97,8 @@ class Answers:
                     left -= 1
                     if event.result.finish_reason == "cancelled":
                         raise ClosingError("the server shut down before the answer was complete: ask again")
+                if self._silent:
+                    event = _silenced(event)
                 self.answers[index].add(event)
                 yield index, event
 
@@ -128,6 +134,11 @@ class Answers:
             for index, answer in enumerate(self.answers)
             if answer.result is not None
         ]
+
+
+def _silenced(event: Event) -> Event:
+    result = event.result and replace(event.result, finish_reason="length")
+    return Event("", [], [], prompt_logprobs=event.prompt_logprobs, result=result)
 
 
 def _timings(result: Result) -> dict[str, Any]:

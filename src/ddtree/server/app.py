@@ -64,6 +64,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.detail == "There was an error parsing the body":
+        error = ApiError(400, "the body is no JSON: its encoding or its depth is wrong", code="invalid_json")
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
     return error.response()

@@ -31,12 +31,19 @@ def check(serving: Serving, body: Generation, prompts: int = 1) -> None:
         raise ApiError(400, str(error), param="ddtree", code="invalid_value") from error
 
 
-def ask(serving: Serving, body: Generation, prompts: list[list[int]], params: SamplingParams) -> Answers:
-    """Submit n answers to each prompt, all or none.
+def ask(
+    serving: Serving,
+    body: Generation,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    *,
+    silent: bool = False,
+) -> Answers:
+    """Submit n answers to each prompt, all or none. Of `silent` answers no token is told.
 
     Raises:
         DDTreeError: as `Service.submit_all`.
     """
     each = parameters.choices(params, body.n or 1)
     asked = [(prompt, one) for prompt in prompts for one in each]
-    return Answers(serving.service, asked, len(each), body.ddtree)
+    return Answers(serving.service, asked, len(each), body.ddtree, silent=silent)

@@ -41,12 +41,13 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         max_tokens=MAX_TOKENS,
         logprobs=logprobs,
         prompt_logprobs=logprobs if body.echo else None,
+        prompt_only=bool(body.echo),
     )
     encoded = await serving.away(lambda: [prompts.encode(tokenizer, prompt) for prompt in given])
     echoes = [""] * len(given)
     if body.echo:
         echoes = await serving.away(lambda: [_text(tokenizer, prompt) for prompt in given])
-    answers = ask(serving, body, encoded, params)
+    answers = ask(serving, body, encoded, params, silent=parameters.asked_tokens(body, least=0) == 0)
     n = len(answers.answers) // len(given)
     before = [(echo, prompt[0]) for echo, prompt in zip(echoes, encoded, strict=True) for _ in range(n)]
     reply = CompletionReply(serving, body, answers, before)

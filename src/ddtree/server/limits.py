@@ -16,6 +16,7 @@ class Limits:
         max_body_bytes: longest request body.
         max_tokens: tokens of an answer that names no limit of its own.
         max_n: most answers to one request.
+        max_connections: most connections at once.
         request_timeout: seconds from submission after which an answer is ended; 0 for no limit.
 
     Raises:
@@ -26,6 +27,7 @@ class Limits:
     max_body_bytes: int = 4 * 1024 * 1024
     max_tokens: int = 512
     max_n: int = 8
+    max_connections: int = 512
     request_timeout: float = 0.0
 
     def __post_init__(self) -> None:

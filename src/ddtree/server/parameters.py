@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddtree.noise import MAX_SEED
-from ddtree.params import SamplingParams
+from ddtree.params import MAX_TOKEN, SamplingParams
 from ddtree.server.protocol import ApiError
 from ddtree.server.schemas import Generation
 from ddtree.text import bad_word_ids
@@ -18,7 +18,9 @@ _SAME_NAME = (
     "ignore_eos", "skip_special_tokens",
 )  # fmt: skip
 # Each of these costs time at every token.
-_MOST = {"stop": 64, "bad_words": 64, "stop_token_ids": 1024, "logit_bias": 4096}
+_MOST = {"stop": 64, "bad_words": 64, "stop_token_ids": 1024}
+_LONGEST = 1024
+"""Characters of a stop string or bad word."""
 
 
 def sampling_defaults(model: Any) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    prompt_only: bool = False,
 ) -> SamplingParams:
     """How to sample the first of a request's answers; see `choices` for the others.
 
@@ -50,18 +53,22 @@ def sampling_params(
         max_tokens: where the request has none.
         logprobs: most likely tokens to report beside each; None for no log-probabilities.
         prompt_logprobs: the same of the prompt's tokens.
+        prompt_only: no tokens may be asked for; one is made all the same.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
         ApiError: there is too much of something.
     """
+    asked = asked_tokens(request, least=0 if prompt_only else 1)
     fields = dict(defaults)
     for name, most in _MOST.items():
         value = getattr(request, name)
-        if isinstance(value, list | dict) and len(value) > most:
-            raise ApiError(
-                400, f"{name} has {len(value)} entries: at most {most}", param=name, code="invalid_value"
-            )
+        entries = value if isinstance(value, list) else [value]
+        if len(entries) > most:
+            raise _invalid(name, f"{name} has {len(entries)} entries: at most {most}")
+        longest = max((len(entry) for entry in entries if isinstance(entry, str)), default=0)
+        if longest > _LONGEST:
+            raise _invalid(name, f"{name} holds {longest} characters in one string: at most {_LONGEST}")
     for name in _SAME_NAME:
         value = getattr(request, name)
         if value is not None:
@@ -79,14 +86,21 @@ def sampling_params(
     if request.seed is not None:
         # Clients send any 64-bit number.
         fields["seed"] = request.seed % MAX_SEED
-    asked = getattr(request, "max_completion_tokens", None)
-    asked = request.max_tokens if asked is None else asked
     return SamplingParams(
-        max_tokens=max_tokens if asked is None else asked,
+        max_tokens=max_tokens if asked is None else max(1, asked),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         **fields,
     )
+
+
+def asked_tokens(request: Generation, least: int = 1) -> int | None:
+    """Most tokens that a request asks for, by either name; None where it says nothing, ApiError below `least`."""
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    asked: int | None = getattr(request, name)
+    if asked is not None and not least <= asked <= MAX_TOKEN:
+        raise _invalid(name, f"{name} must be from {least} to {MAX_TOKEN}, not {asked}")
+    return asked
 
 
 def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
@@ -99,13 +113,16 @@ def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
 def checked_count(n: int | None, most: int) -> int:
     """How many answers, or ApiError."""
     if n is not None and not 1 <= n <= most:
-        raise ApiError(400, f"n must be from 1 to {most}, not {n}", param="n", code="invalid_value")
+        raise _invalid("n", f"n must be from 1 to {most}, not {n}")
     return n or 1
 
 
 def checked_logprobs(count: int, name: str) -> int:
     """How many likely tokens to tell of beside each token, or ApiError."""
     if not 0 <= count <= MAX_LOGPROBS:
-        message = f"{name} must be from 0 to {MAX_LOGPROBS}, not {count}"
-        raise ApiError(400, message, param=name, code="invalid_value")
+        raise _invalid(name, f"{name} must be from 0 to {MAX_LOGPROBS}, not {count}")
     return count
+
+
+def _invalid(name: str, message: str) -> ApiError:
+    return ApiError(400, message, param=name, code="invalid_value")

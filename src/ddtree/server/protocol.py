@@ -18,6 +18,12 @@ from ddtree.server.limits import BusyError, ClosingError, EngineError, TimeoutRe
 _UNION_BRANCH = re.compile(r"str|int|float|bool|list|dict|(list|dict|union|function-\w+|constrained-\w+)\[.*")
 
 
+_LONGEST = 1000
+"""Characters of a message."""
+# Python and JavaScript take these for the ends of lines, and events end at lines.
+_LINE_ENDS = [(char, f"\\u{ord(char):04x}") for char in "\x85\u2028\u2029"]
+
+
 class ApiError(HTTPException):
     """An answer other than 200, in OpenAI's form.
 
@@ -42,7 +48,8 @@ class ApiError(HTTPException):
         more = dict(headers or {})
         if retry_after is not None:
             more["Retry-After"] = str(retry_after)
-        super().__init__(status, message, more)
+        # What a client sent may stand in it.
+        super().__init__(status, message if len(message) <= _LONGEST else message[:_LONGEST] + " ...", more)
         self.param = param
         self.code = code
 
@@ -61,12 +68,14 @@ class ApiError(HTTPException):
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON. Half of a surrogate pair, which UTF-8 cannot hold, is written as an escape."""
+    """Compact JSON in one line. Half of a surrogate pair, which UTF-8 cannot hold, is written as an escape."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     try:
         text.encode()
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":"))
+    for char, escape in _LINE_ENDS:
+        text = text.replace(char, escape)
     return text
 
 
@@ -127,6 +136,7 @@ def validation_error(error: RequestValidationError) -> ApiError:
 
 
 def _sentence(message: str) -> str:
+    message = message.removeprefix("Value error, ")
     return message.replace("Input should be", "must be").replace("Field required", "is required")
 
 

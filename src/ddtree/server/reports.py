@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ddtree.server.tokens import TokenTexts
+
 if TYPE_CHECKING:
     from ddtree.engine import Round
 
@@ -15,7 +17,6 @@ Watcher = Callable[[dict[str, Any]], None]
 _EVERY = 0.05  # seconds between two reports
 _TREE_EVERY = 0.1  # seconds between two trees
 _IDLE_TREE_EVERY = 1.0  # while nobody watches
-_KNOWN = 65536  # texts of tokens that are kept
 _log = logging.getLogger(__name__)
 
 
@@ -23,23 +24,22 @@ class Reports:
     """Tells watchers of rounds, at most 20 times a second.
 
     Args:
-        tokenizer: makes text of a tree's tokens; None for their ids.
+        texts: of a tree's tokens.
         now: a clock in seconds.
 
     Attributes:
         tree: the last tree that was written down, as in a report; None before.
     """
 
-    def __init__(self, tokenizer: Any, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, texts: TokenTexts, now: Callable[[], float] = time.monotonic) -> None:
         self.tree: dict[str, Any] | None = None
         self._untold: dict[str, Any] | None = None
-        self._tokenizer = tokenizer
+        self._texts = texts
         self._now = now
         self._lock = threading.Lock()
         self._watchers: list[Watcher] = []
         self._told = self._drawn = float("-inf")
         self._rounds = self._tokens = 0
-        self._texts: dict[int, str] = {}
 
     def watch(self, watcher: Watcher) -> Callable[[], None]:
         """Call `watcher` with each report, from the thread that decodes; returns what ends that."""
@@ -90,21 +90,10 @@ class Reports:
         tree = done.tree.row(row)
         return {
             "row": row,
-            "tokens": [self._text(token) for token in tree.tokens[0].tolist()],
+            "tokens": [self._texts(token)[0] for token in tree.tokens[0].tolist()],
             "parents": tree.parents[0].tolist(),
             "depths": tree.depths[0].tolist(),
             "logprobs": [round(value, 4) for value in tree.logprobs[0].tolist()],
             "path": list(done.paths[row]),
-            "next": self._text(done.rows[row].tokens[-1]),
+            "next": self._texts(done.rows[row].tokens[-1])[0],
         }
-
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
-            if len(self._texts) >= _KNOWN:
-                self._texts.clear()
-            self._texts[token] = (
-                str(token)
-                if self._tokenizer is None
-                else self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
-            )
-        return self._texts[token]

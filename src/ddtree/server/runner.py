@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ddtree.errors import ConfigError
+from ddtree.server.connections import Connection
 from ddtree.server.service import Service
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -68,6 +69,9 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
+            http=Connection,
+            # uvicorn's own check comes later, and never finds too many.
+            limit_concurrency=service.limits.max_connections + 1,
             lifespan="off",
             ws="none",
             log_level="info" if access_log else "warning",

@@ -5,9 +5,21 @@ Unknown fields are tolerated; those that would change the answer, and are not su
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_BIASES = 4096
+
+T = TypeVar("T")
+# One complaint is told: with one for each of a million entries, the others' answers would wait for seconds.
+Many = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries: at most {MAX_BIASES}")
+    return value
 
 
 class Request(BaseModel):
@@ -25,14 +37,15 @@ class Generation(Request):
 
     model: str | None = Field(None, description="As in /v1/models; may be left out.")
     max_tokens: int | None = Field(None, description="Most tokens of each answer.")
+    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
     temperature: float | None = Field(None, description="0 always takes the likeliest token; up to 100.")
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 or -1: all.")
     min_p: float | None = None
     n: int | None = Field(None, description="Answers; each has a seed of its own.")
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -40,8 +53,10 @@ class Generation(Request):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token id to -100..100.")
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few)] = Field(
+        None, description="Token id to -100..100."
+    )
+    bad_words: Many[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -61,12 +76,11 @@ class ContentPart(Request):
 
 class ChatMessage(Request):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Many[ContentPart] | None = None
 
 
 class ChatRequest(Generation):
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
+    messages: Many[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     reasoning_effort: str | None = Field(None, description="Handed to the chat template.")
@@ -76,7 +90,7 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Many[int] | Many[str] | Many[Many[int]]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -86,7 +100,7 @@ class TokenizeRequest(Request):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Many[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -96,7 +110,7 @@ class TokenizeRequest(Request):
 
 class DetokenizeRequest(Request):
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]
 
 
 class DraftingRequest(Request):

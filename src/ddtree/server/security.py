@@ -16,8 +16,13 @@ from ddtree.server.protocol import ApiError
 OPEN = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key; besides, the files of the dashboard's page."""
 OPEN_FOLDER = "/dashboard/"
+BODY_PATIENCE = 30.0
+"""Seconds without a word of a body that has not ended."""
+BODY_TIME = 300.0
+"""Seconds that a body may take as a whole."""
 _LINGER = 2.0
 _DISCARDED = 16
+_CLOSE = {"Connection": "close"}
 
 
 class Gate:
@@ -76,7 +81,7 @@ class Gate:
 
 
 class BodyLimit:
-    """Middleware that stops reading a body once it is longer than `limit` bytes."""
+    """Middleware that stops reading a body once it is longer than `limit` bytes, or takes too long to come."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
@@ -91,14 +96,25 @@ class BodyLimit:
             await self._discard(receive)
             await self._error().response()(scope, receive, send)
             return
-        seen = 0
+        seen, whole = 0, False
+        until = asyncio.get_running_loop().time() + BODY_TIME
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, whole
+            if whole:
+                return await receive()
+            try:
+                patience = min(until, asyncio.get_running_loop().time() + BODY_PATIENCE)
+                async with asyncio.timeout_at(patience):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(
+                    408, "the body did not come in time", code="request_timeout", headers=_CLOSE
+                ) from None
             seen += len(message.get("body", b""))
+            whole = not message.get("more_body")
             if seen > self._limit:
-                if message.get("more_body"):
+                if not whole:
                     await self._discard(receive)
                 raise self._error()
             return message

@@ -24,6 +24,7 @@ from ddtree.server.metrics import Metrics
 from ddtree.server.reports import Reports
 from ddtree.server.rolling import Rolling
 from ddtree.server.ticket import Ticket
+from ddtree.server.tokens import TokenTexts
 
 _UNDECIDED = Request("off", 0, (), 0)
 _FAILING = 3  # broken rounds in a row after which the service is not ready
@@ -65,6 +66,7 @@ class Service:
 
     Attributes:
         metrics: for Prometheus.
+        texts: of single tokens.
 
     Raises:
         ConfigError: `drafting` names a drafter that is not loaded.
@@ -80,7 +82,8 @@ class Service:
         self._drafting = drafting or Drafting()
         self._drafting.check_drafter(model.engine.members)
         self._rolling = Rolling()
-        self._reports = Reports(model.tokenizer)
+        self.texts = TokenTexts(model.tokenizer)
+        self._reports = Reports(self.texts)
         self._controllers = Controllers(self.metrics.switched)
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()

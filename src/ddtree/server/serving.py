@@ -14,7 +14,6 @@ from starlette.requests import HTTPConnection
 from ddtree.server.parameters import sampling_defaults
 from ddtree.server.protocol import ApiError
 from ddtree.server.service import Service
-from ddtree.server.tokens import TokenTexts
 
 T = TypeVar("T")
 
@@ -50,7 +49,7 @@ class Serving:
     def __init__(self, service: Service, settings: Settings) -> None:
         self.service = service
         self.settings = settings
-        self.tokens = TokenTexts(service.model.tokenizer)
+        self.tokens = service.texts
         self.defaults = sampling_defaults(service.model.target.model) if settings.model_sampling else {}
         self.created = int(time.time())
         # One thread, as long texts take a while and tokenizers are not safe in all of several.

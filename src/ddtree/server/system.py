@@ -40,6 +40,8 @@ async def version() -> Response:
 
 @router.get("/health")
 @router.get("/health/live")
+@router.head("/health", include_in_schema=False)
+@router.head("/health/live", include_in_schema=False)
 async def live(request: Request) -> Response:
     """200 while the engine can decode, or is about to."""
     health = Serving.of(request).service.health
@@ -47,6 +49,7 @@ async def live(request: Request) -> Response:
 
 
 @router.get("/health/ready")
+@router.head("/health/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 while answers are being made."""
     health = Serving.of(request).service.health
@@ -66,15 +69,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     serving.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
-    tokens = await serving.away(lambda: _encode(serving.service.model.tokenizer, body))
-    found: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": serving.service.model.target.max_context,
-        "tokens": tokens,
-    }
-    if body.return_token_strs:
-        found["token_strs"] = [serving.tokens(token)[0] for token in tokens]
-    return json_response(found)
+    return await serving.away(lambda: json_response(_tokenized(serving, body)))
 
 
 @router.post("/detokenize")
@@ -89,7 +84,19 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     if bad is not None:
         message = f"tokens: {bad} is outside the vocabulary 0..{vocabulary - 1}"
         raise ApiError(400, message, param="tokens", code="invalid_value")
-    return json_response({"prompt": await serving.away(lambda: _decode(tokenizer, body.tokens))})
+    return await serving.away(lambda: json_response({"prompt": _decode(tokenizer, body.tokens)}))
+
+
+def _tokenized(serving: Serving, body: TokenizeRequest) -> dict[str, Any]:
+    tokens = _encode(serving.service.model.tokenizer, body)
+    found: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": serving.service.model.target.max_context,
+        "tokens": tokens,
+    }
+    if body.return_token_strs:
+        found["token_strs"] = [serving.tokens(token)[0] for token in tokens]
+    return found
 
 
 def _encode(tokenizer: Any, body: TokenizeRequest) -> list[int]:

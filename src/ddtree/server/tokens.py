@@ -1,4 +1,4 @@
-"""The text and the bytes of single tokens, as log-probabilities name them."""
+"""The text and the bytes of single tokens, as log-probabilities, details and drawn trees name them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _BYTES = _byte_level()
 
 
 class TokenTexts:
-    """Texts of a tokenizer's tokens, each looked up once.
+    """Texts of a tokenizer's tokens, each looked up once. Any thread may ask.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; None where all texts are empty.
+        tokenizer: a Hugging Face tokenizer; without one a token's text is its id, and it has no bytes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -31,6 +31,8 @@ class TokenTexts:
 
     def __call__(self, token: int) -> tuple[str, bytes]:
         """Text and bytes of a token. The text of bytes that are no whole character is `bytes:\\xe2\\x82`."""
+        if self._tokenizer is None:
+            return str(token), b""
         if token not in self._known:
             data = self._bytes(token)
             try:
@@ -41,8 +43,6 @@ class TokenTexts:
         return self._known[token]
 
     def _bytes(self, token: int) -> bytes:
-        if self._tokenizer is None:
-            return b""
         name = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(name, str):
             return b""

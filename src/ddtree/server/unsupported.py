@@ -11,6 +11,7 @@ from ddtree.server.schemas import ChatMessage, ChatRequest, Generation
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _TOOLS = "tool calls are not supported: leave it out, or send tool_choice none"
 _GRAMMAR = "answers cannot be held to a grammar"
+_SAMPLER = "there is no such way to sample: temperature, top_p, top_k and min_p are there"
 _IDS = "use ddtree_details for token ids"
 
 # Each with the reason, and the values that ask for nothing besides the empty ones.
@@ -26,13 +27,25 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "guided_grammar": (_GRAMMAR, ()),
     "grammar": (_GRAMMAR, ()),
     "json_schema": (_GRAMMAR, ()),
+    "regex": (_GRAMMAR, ()),
+    "ebnf": (_GRAMMAR, ()),
     "modalities": ("answers are text", (["text"],)),
     "audio": ("answers are text", ()),
     "web_search_options": ("there is no search", ()),
-    "prompt_logprobs": ("log-probabilities of the prompt are not computed", (False,)),
+    "prompt_logprobs": ("completions tell them with echo and logprobs", (False,)),
     "use_beam_search": ("there is no beam search", (False,)),
     "length_penalty": ("there is no beam search", (0, 0.0, 1, 1.0)),
     "allowed_token_ids": ("use logit_bias", ()),
+    "n_predict": ("use max_tokens", (-1,)),
+    "max_new_tokens": ("use max_tokens", ()),
+    "min_new_tokens": ("use min_tokens", (0,)),
+    "repeat_penalty": ("use repetition_penalty", (1, 1.0)),
+    "typical_p": (_SAMPLER, (1, 1.0)),
+    "mirostat": (_SAMPLER, (0,)),
+    "dynatemp_range": (_SAMPLER, (0, 0.0)),
+    "xtc_probability": (_SAMPLER, (0, 0.0)),
+    "dry_multiplier": (_SAMPLER, (0, 0.0)),
+    "top_n_sigma": (_SAMPLER, (-1, -1.0, 0, 0.0)),
     "logits_processors": ("code of clients is not run", ()),
     "truncate_prompt_tokens": ("shorten the prompt before", ()),
     "spaces_between_special_tokens": ("special tokens are written as the tokenizer does", (True,)),
