@@ -20,6 +20,8 @@ WORKER = "ddtree.vllm.worker.TreeWorker"
 """The engine's `worker_cls`."""
 PROPOSER = "ddtree.vllm.proposer.TreeProposer"
 """The engine's `speculative_config["model"]`."""
+ADMISSION = "ddtree.vllm.admission:Admission"
+"""Among the engine's `logits_processors`: it checks requests in the front end."""
 
 SAMPLING = frozenset(
     {
@@ -49,6 +51,8 @@ SAMPLING = frozenset(
         "output_kind",
         "skip_clone",
         "skip_reading_prefix_cache",
+        "stream_interval",
+        "output_text_buffer_length",
         "extra_args",
     }
 )
@@ -142,6 +146,7 @@ class Settings:
                 "num_speculative_tokens": self.nodes,
             },
             "additional_config": {KEY: self.as_dict()},
+            "logits_processors": [ADMISSION],
             "async_scheduling": False,
         }
 

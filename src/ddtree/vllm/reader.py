@@ -1,0 +1,98 @@
+"""What the worker knows of one request: its text, and how it is sampled and drafted for."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from ddtree.noise import MAX_SEED
+from ddtree.policy import Request
+from ddtree.sampling import Sampler
+from ddtree.vllm import requests
+from ddtree.vllm.settings import Settings
+from ddtree.vllm.trees import Nodes
+
+
+class Reader:
+    """A request as the worker sees it, from its first step until it is finished.
+
+    Args:
+        name: the engine's id of it.
+        state: the runner's own record of it.
+        settings: of the worker.
+        vocab_size: of the logits.
+        members: names of the drafters there are.
+        max_depth: how far ahead they can draft.
+
+    Attributes:
+        tokens: prompt and output; the last one chosen is not yet in the cache.
+        request: how it is drafted for.
+        seen: tokens whose features were told, or are known to be missing.
+        drafted: the tree that the scheduler was sent last.
+        ended: no token will be added.
+
+    Raises:
+        ConfigError: the request asks for what is not supported; the front end refuses such requests.
+    """
+
+    def __init__(
+        self, name: str, state: Any, settings: Settings, vocab_size: int, members: tuple[str, ...], max_depth: int
+    ) -> None:  # fmt: skip
+        params = state.sampling_params
+        asked = requests.asked(params.extra_args)
+        sampling = requests.sampling(params, asked)
+        if sampling.seed is None and settings.seed is not None:
+            sampling = replace(sampling, seed=_derived(settings.seed, name))
+        self.name = name
+        self.tokens: list[int] = [*state.prompt_token_ids, *state.output_token_ids]
+        self.prompt_length = len(state.prompt_token_ids)
+        self.sampler = Sampler(
+            sampling, vocab_size, params.all_stop_token_ids, prompt_length=self.prompt_length
+        )
+        self.request = _request(settings, asked.drafting, members, max_depth, sampled=not sampling.greedy)
+        self.seen = 0
+        self.drafted: Nodes | None = None
+        self.ended = False
+        self._stops = {params.eos_token_id, *(params.stop_token_ids or ())}
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything may be drafted for it."""
+        return self.request.method != "off"
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be chosen."""
+        return self.sampler.params.max_tokens - (len(self.tokens) - self.prompt_length)
+
+    def follow(self, state: Any) -> None:
+        """Take over the runner's record where it took tokens back."""
+        if len(self.tokens) != state.num_tokens:
+            self.tokens = [*state.prompt_token_ids, *state.output_token_ids]
+            self.drafted = None
+
+    def append(self, token: int) -> None:
+        """Take a chosen token."""
+        self.tokens.append(token)
+        length = len(self.tokens) - self.prompt_length
+        stops = token in self._stops and length >= self.sampler.params.min_tokens
+        self.ended = stops or self.left <= 0
+
+
+def _request(
+    settings: Settings, own: dict[str, Any], members: tuple[str, ...], max_depth: int, *, sampled: bool
+) -> Request:
+    drafting = settings.drafting.merged(own)
+    method, budget = drafting.method, drafting.budget
+    if budget != "auto":
+        budget = min(budget, settings.nodes)
+    if method == "off" or budget == 0 or not members:
+        return Request("off", 0, (), 0, sampled)
+    return Request(method, budget, members, min(drafting.depth, max_depth), sampled)
+
+
+def _derived(seed: int, name: str) -> int:
+    """A request's own seed, the same in every process."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") % MAX_SEED

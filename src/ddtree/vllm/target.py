@@ -1,0 +1,85 @@
+"""The engine's model as drafters see a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddtree.errors import UnsupportedModelError
+
+
+class EngineTarget:
+    """What drafters ask of a target: sizes, embedding and head. Passes are the engine's own affair.
+
+    Args:
+        model: as the engine loaded it, whole on this device.
+        model_config: the engine's.
+
+    Raises:
+        UnsupportedModelError: the model keeps its embedding or head where they are not found.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self.model = model
+        self.config = model_config.hf_text_config
+        self.vocab_size: int = model_config.get_vocab_size()
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.max_context: int = model_config.max_model_len
+        embedding, head = _embedding(model), getattr(model, "lm_head", None)
+        # With tied weights some models keep no head of their own.
+        if getattr(head, "weight", None) is None:
+            head = embedding
+        self.embed = Weights(embedding, self.vocab_size)
+        self.head = Weights(head, self.vocab_size)
+        self.device: torch.device = self.embed.weight.device
+        self.dtype: torch.dtype = self.embed.weight.dtype
+        self.eos_ids = _eos_ids(model_config)
+        self.tokenizer = _tokenizer(model_config)
+
+
+class Weights(nn.Module):
+    """The rows of an embedding or head that stand for tokens; shares memory with the engine's."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, module: Any, vocab_size: int) -> None:
+        super().__init__()
+        bias = getattr(module, "bias", None)
+        self.register_buffer("weight", module.weight.data[:vocab_size])
+        self.register_buffer("bias", None if bias is None else bias.data[:vocab_size])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+def _embedding(model: nn.Module) -> Any:
+    for owner in (model, getattr(model, "model", None)):
+        found = getattr(owner, "embed_tokens", None)
+        if found is not None:
+            return found
+    raise UnsupportedModelError(
+        f"{type(model).__name__} keeps its embedding where it is not found, so nothing can be drafted for it: serve it "
+        "with --drafting off"
+    )
+
+
+def _eos_ids(model_config: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for source in (model_config.try_get_generation_config(), vars(model_config.hf_text_config)):
+        value = source.get("eos_token_id")
+        if value is not None:
+            found |= {value} if isinstance(value, int) else set(value)
+    return frozenset(found)
+
+
+def _tokenizer(model_config: Any) -> Any:
+    """None where the engine runs on token ids alone."""
+    if model_config.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(model_config)
