@@ -8,7 +8,7 @@ const { Parser } = await from("sse.mjs");
 const { Aligner, bytesOf, level, told } = await from("origins.mjs");
 const { Answer, parting } = await from("answer.mjs");
 const { chosen, placed } = await from("layout.mjs");
-const { History, SPAN, plainTpot } = await from("history.mjs");
+const { History, SPAN, gain } = await from("history.mjs");
 const { bytes, figure, seconds, token } = await from("format.mjs");
 const { ceiling } = await from("charts.mjs");
 const { chat, kindOf, key } = await from("server.mjs");
@@ -136,13 +136,14 @@ test("a root alone is a tree", () => {
   assert.deepEqual(placed(root, chosen(root, 64)).places.get(0), { column: 0, line: 0 });
 });
 
-const state = (tau, more = {}) => ({ rolling: { tau, tokens_per_second: 5, ttft_p50: null, tpot_p50: 0.1 }, ...more });
+const state = (tau, more = {}) => ({ rolling: { tau, tokens_per_second: 5, drafted: { ttft_p50: null, tpot_p50: 0.1 } }, ...more });
 
 test("lines break where nothing was measured or the server was away", () => {
   const history = new History();
   [[0, 2], [1, 3], [2, null], [3, 4], [9, 5]].forEach(([at, tau]) => history.addState(state(tau), at));
   assert.deepEqual(history.lines("tau", 10), [[[10, 2], [9, 3]], [[7, 4]], [[1, 5]]]);
   assert.deepEqual(history.lines("ttft", 10), []);
+  assert.equal(history.lines("tpot", 10).flat().length, 5);
 });
 
 test("what is older than the charts is forgotten", () => {
@@ -173,10 +174,11 @@ test("the last tree is shown to a page that came later", () => {
   assert.equal(history.rounds.length, 1);
 });
 
-test("the autoregressive pace", () => {
-  assert.equal(plainTpot({ by_arm: { off: { rounds: 3, tokens_per_second: 20 } } }), 0.05);
-  assert.equal(plainTpot({ by_arm: { "tree@dflash": { rounds: 3, tokens_per_second: 20 } } }), null);
-  assert.equal(plainTpot(undefined), null);
+test("the gain needs answers of both kinds", () => {
+  assert.equal(gain({ drafted: { tpot_p50: 0.02 }, plain: { tpot_p50: 0.05 } }), 2.5);
+  assert.equal(gain({ drafted: { tpot_p50: 0.02 }, plain: { tpot_p50: null } }), null);
+  assert.equal(gain({ drafted: { tpot_p50: null }, plain: { tpot_p50: 0.05 } }), null);
+  assert.equal(gain(undefined), null);
 });
 
 test("figures are short", () => {

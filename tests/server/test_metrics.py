@@ -146,22 +146,24 @@ def test_two_servers_of_a_process_count_apart():
 def test_rolling_figures_are_of_the_last_while():
     now = [0.0]
     rolling = Rolling(lambda: now[0])
+    nothing = {"answers": 0, "ttft_p50": None, "tpot_p50": None}
     assert rolling.figures() == {
-        "tau": None, "tokens_per_second": None, "ttft_p50": None, "tpot_p50": None, "by_arm": {},
+        "tau": None, "tokens_per_second": None, "drafted": nothing, "plain": nothing, "by_arm": {},
     }  # fmt: skip
     rolling.round(a_round())
     for seconds in (1.0, 2.0, 9.0):
-        rolling.first(seconds)
-        rolling.ended(seconds / 10)
+        rolling.ended(seconds, seconds / 10, drafted=True)
+    rolling.ended(1.5, 0.6, drafted=False)
     found = rolling.figures()
     assert (found["tau"], found["tokens_per_second"]) == (2.0, 8.0)
-    assert (found["ttft_p50"], found["tpot_p50"]) == (2.0, 0.2)
+    assert found["drafted"] == {"answers": 3, "ttft_p50": 2.0, "tpot_p50": 0.2}
+    assert found["plain"] == {"answers": 1, "ttft_p50": 1.5, "tpot_p50": 0.6}
     assert found["by_arm"] == {
         "tree@lookup": {"rounds": 1, "tau": 3.0, "tokens_per_second": 6.0},
         "off": {"rounds": 1, "tau": 1.0, "tokens_per_second": 2.0},
     }
-    assert rolling.accepted_per_depth()[:3] == [0.5, 0.5, 0.0]
-    now[0] = 31.0
+    assert rolling.accepted_per_depth()[:3] == [1.0, 1.0, 0.0]  # of rounds that had a draft
+    now[0] = 11.0
     assert rolling.figures()["tau"] is None and rolling.figures()["by_arm"] == found["by_arm"]
 
 

@@ -420,11 +420,14 @@ def test_state_and_reports_are_plain_values(service):
     service.watch(reports.append)
     ask(service, "abcabcabc", drafting={"budget": 8}, max_tokens=60).wait()
     ask(service, "abcabcabc", drafting={"method": "tree", "budget": 8}, max_tokens=60).wait()
+    ask(service, "abcabcabc", drafting={"method": "off"}, max_tokens=60).wait()
     eventually(lambda: service._open == 0)
     state = json.loads(json.dumps(service.state()))
     assert (state["model"], state["drafters"], state["rows"], state["waiting"]) == ("tiny", ["lookup"], 0, 0)
     assert state["drafting"] == {"method": "auto", "depth": 16, "budget": "auto", "drafter": None}
     assert state["rolling"]["tau"] >= 1 and state["rolling"]["by_arm"]["tree@lookup"]["rounds"] > 0
+    answers = {kind: state["rolling"][kind]["answers"] for kind in ("drafted", "plain")}
+    assert min(answers.values()) >= 1 and sum(answers.values()) == 3
     assert state["controller"][0]["load"] == 1 and state["controller"][0]["arm"]
     assert 0 < state["accepted_per_depth"][0] <= 1 and len(state["accepted_per_depth"]) == 16
     report = json.loads(json.dumps(next(one for one in reports if one["tree"])))

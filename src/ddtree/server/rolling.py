@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,15 @@ from ddtree.tree import MAX_DEPTH
 if TYPE_CHECKING:
     from ddtree.engine import Round
 
-_SECONDS = 30.0
+_SECONDS = 10.0
 _ROUNDS = 4096  # most rounds that are kept of that time
 _ARM_ROUNDS = 256
-_ANSWERS = 128
+_ANSWERS = 32  # of a kind
 _NOTHING = (0, 0, 0.0)
 
 
 class Rolling:
-    """What the last 30 seconds' rounds, each arm's last 256 and the last 128 answers were like.
+    """What the last 10 seconds' rounds, each arm's last 256, and the last 32 answers were like.
 
     Args:
         now: a clock in seconds.
@@ -37,8 +37,9 @@ class Rolling:
         self._arms: defaultdict[str, deque[tuple[int, int, float]]] = defaultdict(
             lambda: deque(maxlen=_ARM_ROUNDS)
         )
-        self._ttft: deque[float] = deque(maxlen=_ANSWERS)
-        self._tpot: deque[float] = deque(maxlen=_ANSWERS)
+        # (seconds to the first token, seconds a token after it)
+        self._drafted: deque[tuple[float, float]] = deque(maxlen=_ANSWERS)
+        self._plain: deque[tuple[float, float]] = deque(maxlen=_ANSWERS)
         self._depths = [0] * (MAX_DEPTH + 1)
 
     def round(self, done: Round) -> None:
@@ -51,26 +52,28 @@ class Rolling:
             arms[str(choice.arm)] = (rows + 1, before + tokens, spent + seconds)
         with self._lock:
             self._rounds.append((self._now(), len(made), sum(made), seconds))
-            for tokens in made:
-                self._depths[tokens - 1] += 1
+            for tokens, size in zip(made, done.tree.sizes, strict=True):
+                if size > 1:
+                    self._depths[tokens - 1] += 1
             for name, figures in arms.items():
                 self._arms[name].append(figures)
 
-    def first(self, seconds: float) -> None:
-        """A first token came so long after its submission."""
-        with self._lock:
-            self._ttft.append(seconds)
+    def ended(self, ttft: float, tpot: float, *, drafted: bool) -> None:
+        """An answer ended.
 
-    def ended(self, tpot: float) -> None:
-        """An answer ended that took so many seconds a token after the first."""
+        Args:
+            ttft: seconds from its submission to its first token.
+            tpot: seconds a token after that.
+            drafted: whether any of its rounds had a draft.
+        """
         with self._lock:
-            self._tpot.append(tpot)
+            (self._drafted if drafted else self._plain).append((ttft, tpot))
 
     def figures(self) -> dict[str, Any]:
         """As plain JSON values.
 
         `tau`: tokens a row and round; `tokens_per_second`: of all rows, in the time that rounds took; of an
-        arm: of one row.
+        arm: of one row; `drafted` and `plain`: medians of answers.
         """
         with self._lock:
             since = self._now() - _SECONDS
@@ -79,13 +82,13 @@ class Rolling:
             return {
                 "tau": tokens / rows if rows else None,
                 "tokens_per_second": tokens / seconds if seconds else None,
-                "ttft_p50": _middle(self._ttft),
-                "tpot_p50": _middle(self._tpot),
+                "drafted": _medians(self._drafted),
+                "plain": _medians(self._plain),
                 "by_arm": {name: _arm(entries) for name, entries in self._arms.items()},
             }
 
     def accepted_per_depth(self) -> list[float]:
-        """Of rounds of a row since the start, the share that accepted a node at depth 1, 2, ..."""
+        """Of a row's rounds with a draft since the start, the share that accepted a node at depth 1, 2, ..."""
         with self._lock:
             total = sum(self._depths)
             return [sum(self._depths[depth:]) / total if total else 0.0 for depth in range(1, MAX_DEPTH + 1)]
@@ -108,6 +111,10 @@ def _sums(entries: Iterable[tuple[int, int, float]]) -> tuple[int, int, float]:
     return rows, tokens, seconds
 
 
-def _middle(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return median(found) if found else None
+def _medians(answers: Collection[tuple[float, float]]) -> dict[str, Any]:
+    ttfts, tpots = zip(*answers, strict=True) if answers else ((), ())
+    return {
+        "answers": len(ttfts),
+        "ttft_p50": median(ttfts) if ttfts else None,
+        "tpot_p50": median(tpots) if tpots else None,
+    }

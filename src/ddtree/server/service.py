@@ -432,7 +432,6 @@ class Service:
             if ticket.first is None:
                 ticket.first = now
                 self.metrics.first(now - ticket.submitted)
-                self._rolling.first(now - ticket.submitted)
             else:
                 self.metrics.tokens(len(event.tokens), now - ticket.latest)
             ticket.latest = now
@@ -442,8 +441,9 @@ class Service:
             seconds, tpot = now - ticket.submitted, ticket.tpot
             self.metrics.ended(reason, sequence.stats, seconds, tpot)
             self._pace += (seconds - self._pace) * 0.1
-            if tpot is not None:
-                self._rolling.ended(tpot)
+            if ticket.first is not None and tpot is not None:
+                drafted = any(arm != "off" for arm in sequence.stats.arms)
+                self._rolling.ended(ticket.first - ticket.submitted, tpot, drafted=drafted)
 
     def _listen(self, done: Round) -> None:
         if self._broken:

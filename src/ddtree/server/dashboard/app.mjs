@@ -19,7 +19,7 @@ const live = new Live(history);
 const model = () => history.state?.model ?? "";
 
 new Chat(model);
-new Race({ model, drafting: () => drafting.current, ended: (plain) => { live.plain = plain; } });
+new Race({ model, drafting: () => drafting.current });
 legend();
 tabs(byId("tabs"));
 
@@ -75,5 +75,8 @@ byId("key-form").addEventListener("submit", (event) => {
   again();
 });
 
-new ResizeObserver(() => live.draw(clock())).observe(byId("live"));
+new ResizeObserver(() => {
+  live.draw(clock());
+  draw();
+}).observe(byId("live"));
 tree.draw();

@@ -70,7 +70,7 @@ export function overTime(host, { series, format, label, reference = null, nothin
 // Lines from the origin, of unequal length: [{points: [[x, y]...], name}].
 export function fromStart(host, { series, formatX, formatY, label }) {
   const all = series.flatMap(({ points }) => points);
-  const top = ceiling(Math.max(1, ...all.map(([, value]) => value)));
+  const top = ceiling(1.15 * Math.max(1, ...all.map(([, value]) => value))); // room for the name
   const end = Math.max(0.001, ...all.map(([at]) => at));
   const { chart, wide, y } = frame(host, top, formatY, label);
   const x = (at) => LEFT + (at / end) * (wide - RIGHT - LEFT);

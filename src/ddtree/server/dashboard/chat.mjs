@@ -2,7 +2,7 @@
 
 import { swap } from "./busy.mjs";
 import { byId, el } from "./dom.mjs";
-import { run, summary } from "./run.mjs";
+import { run, tell } from "./run.mjs";
 import { sampling } from "./settings.mjs";
 
 export class Chat {
@@ -26,6 +26,12 @@ export class Chat {
     });
     byId("chat-stop").addEventListener("click", () => this.#control?.abort());
     byId("chat-clear").addEventListener("click", () => this.#clear());
+    byId("examples").addEventListener("click", ({ target }) => {
+      if (!(target instanceof HTMLButtonElement)) return;
+      this.input.value = target.textContent;
+      this.input.focus();
+      this.#send();
+    });
   }
 
   async #send() {
@@ -51,9 +57,12 @@ export class Chat {
     this.#busy(new AbortController());
     try {
       const body = { model: this.#model(), messages: this.#messages, ...fields };
-      const answer = await run(body, text, this.#control.signal, () => this.#follow());
+      const answer = await run(body, text, this.#control.signal, (answer) => {
+        tell(figures, answer);
+        this.#follow();
+      });
       this.#messages.push({ role: "assistant", content: answer.text });
-      figures.textContent = summary(answer);
+      tell(figures, answer);
       this.#say(answer.reason === "stopped" ? "Stopped." : "Answer complete.");
     } catch (error) {
       // The conversation stays as it was before, and the words come back to be sent again.

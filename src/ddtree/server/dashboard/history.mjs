@@ -1,7 +1,7 @@
 // What is kept of reports and states: enough to draw the last minutes. Times are the page's own, in seconds.
 
 export const SPAN = 120; // seconds that the charts look back
-const ROUNDS = 80; // round reports with a tree that can be looked back at
+export const ROUNDS = 80; // round reports with a tree that can be looked back at
 const GAP = 3.5; // seconds between two states that are drawn as a break
 
 const finite = (value) => (Number.isFinite(value) && value > 0 ? value : null);
@@ -9,7 +9,7 @@ const finite = (value) => (Number.isFinite(value) && value > 0 ? value : null);
 export class History {
   constructor() {
     this.state = null;
-    this.samples = []; // {at, tau, rate, ttft, tpot, plain}
+    this.samples = []; // {at, tau, rate, ttft, tpot}, times of drafted answers
     this.rounds = []; // {at, report}, those with a tree
     this.parts = []; // {at, seconds}
   }
@@ -21,9 +21,8 @@ export class History {
       at,
       tau: finite(rolling.tau),
       rate: finite(rolling.tokens_per_second),
-      ttft: finite(rolling.ttft_p50),
-      tpot: finite(rolling.tpot_p50),
-      plain: plainTpot(rolling),
+      ttft: finite(rolling.drafted?.ttft_p50),
+      tpot: finite(rolling.drafted?.tpot_p50),
     });
     // A page that opens later than the last round shows that one all the same.
     if (state.tree && !this.rounds.length) this.rounds.push({ at, report: { tree: state.tree } });
@@ -75,9 +74,8 @@ export class History {
   }
 }
 
-// Seconds per token of autoregressive decoding, as far as rounds without drafting have shown it; null if none has.
-export function plainTpot(rolling) {
-  const off = rolling?.by_arm?.off;
-  if (!off || off.rounds === 0) return null;
-  return finite(off.tpot_p50) ?? (finite(off.tokens_per_second) ? 1 / off.tokens_per_second : null);
+// How many times as fast drafted answers go on as others; null until both were seen.
+export function gain(rolling) {
+  const [drafted, plain] = [finite(rolling?.drafted?.tpot_p50), finite(rolling?.plain?.tpot_p50)];
+  return drafted && plain && plain / drafted;
 }

@@ -3,12 +3,11 @@
 import { bars, overTime } from "./charts.mjs";
 import { byId, el } from "./dom.mjs";
 import { bytes, figure, NONE, percent, seconds } from "./format.mjs";
+import { gain } from "./history.mjs";
 
 const CHOICES = 8; // newest ones listed
 
 export class Live {
-  plain = null; // figures of the last answer without drafting that was measured here
-
   constructor(history) {
     this.history = history;
   }
@@ -20,22 +19,25 @@ export class Live {
     this.#vitals(state);
     this.#head("tau", figure(rolling.tau || NaN));
     this.#head("rate", figure(rolling.tokens_per_second || NaN));
-    this.#head("ttft", seconds(rolling.ttft_p50 || NaN));
-    this.#head("tpot", seconds(rolling.tpot_p50 || NaN));
+    const { drafted = {}, plain = {} } = rolling;
+    this.#head("ttft", seconds(drafted.ttft_p50 || NaN));
+    this.#head("tpot", seconds(drafted.tpot_p50 || NaN));
     const chart = (name, format, label, reference, nothing) => overTime(byId(`${name}-chart`), {
       series: [{ lines: this.history.lines(name, now), name }], format, label, reference, nothing,
     });
     chart("tau", figure, `Tokens per round over two minutes, now ${figure(rolling.tau)}`, { value: 1, label: "autoregressive: 1" });
-    chart("rate", figure, `Tokens per second over two minutes, now ${figure(rolling.tokens_per_second)}`);
-    const ttft = this.plain?.ttft;
-    chart("ttft", seconds, `Time to first token over two minutes, now ${seconds(rolling.ttft_p50)}`,
-      ttft ? { value: ttft, label: `autoregressive, last race: ${seconds(ttft)}` } : null, "no answer has begun yet");
-    const tpot = this.history.samples.at(-1)?.plain ?? this.plain?.tpot;
-    chart("tpot", seconds, `Time per output token over two minutes, now ${seconds(rolling.tpot_p50)}`,
-      tpot ? { value: tpot, label: `autoregressive: ${seconds(tpot)}` } : null, "no answer has ended yet");
-    byId("tpot-note").textContent = tpot
-      ? rolling.tpot_p50 ? `${(tpot / rolling.tpot_p50).toFixed(2)}× the autoregressive pace` : ""
-      : "No autoregressive round yet: run a race to compare.";
+    chart("rate", figure, `Tokens per second over two minutes, now ${figure(rolling.tokens_per_second)}`,
+      level("autoregressive, one answer", rolling.by_arm?.off?.tokens_per_second, figure));
+    chart("ttft", seconds, `Time to first token over two minutes, now ${seconds(drafted.ttft_p50 ?? NaN)}`,
+      level("autoregressive", plain.ttft_p50, seconds), "no drafted answer has ended yet");
+    chart("tpot", seconds, `Time per output token over two minutes, now ${seconds(drafted.tpot_p50 ?? NaN)}`,
+      level("autoregressive", plain.tpot_p50, seconds), "no drafted answer has ended yet");
+    const times = gain(rolling);
+    byId("gain-box").hidden = !times;
+    byId("gain").textContent = times ? `${times.toFixed(2)}×` : "";
+    byId("tpot-note").textContent = times
+      ? `Drafted answers go on ${times.toFixed(2)}× as fast as autoregressive ones.`
+      : "To compare, have answers with and without drafting: run a race.";
     this.#depths(state.accepted_per_depth ?? []);
     this.#split();
     this.#arms(rolling.by_arm ?? {});
@@ -114,6 +116,9 @@ export class Live {
     )) : [el("tr", {}, el("td", { class: "empty", colspan: 4 }, "no choice yet: it is made under “auto”"))]));
   }
 }
+
+// A line to compare with, when it was measured.
+const level = (name, value, format) => (value ? { value, label: `${name}: ${format(value)}` } : null);
 
 // A time of day when `at` is one (seconds since 1970), a round's number otherwise.
 export function when(at) {

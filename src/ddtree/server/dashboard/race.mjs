@@ -5,7 +5,7 @@ import { swap } from "./busy.mjs";
 import { fromStart } from "./charts.mjs";
 import { byId } from "./dom.mjs";
 import { figure, plural, seconds } from "./format.mjs";
-import { run, summary } from "./run.mjs";
+import { run, tell } from "./run.mjs";
 import { gapAt } from "./tie.mjs";
 import { drawnSeed, sampling } from "./settings.mjs";
 
@@ -16,13 +16,10 @@ export class Race {
   #control = null;
   #model;
   #drafting;
-  #ended;
 
-  // `ended(figures of the answer without drafting)` after a race that ran to its end.
-  constructor({ model, drafting, ended }) {
+  constructor({ model, drafting }) {
     this.#model = model;
     this.#drafting = drafting;
-    this.#ended = ended;
     this.note = byId("race-note");
     byId("race-form").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -68,9 +65,10 @@ export class Race {
       byId(`race-${lane}-figures`).textContent = "running…";
       answers[lane] = await run(body, byId(`race-${lane}`), this.#control.signal, (answer) => {
         answers[lane] = answer;
+        tell(byId(`race-${lane}-figures`), answer);
         this.#draw(answers);
       });
-      byId(`race-${lane}-figures`).textContent = summary(answers[lane]);
+      tell(byId(`race-${lane}-figures`), answers[lane]);
     };
     try {
       if (byId("race-at-once").checked) {
@@ -89,9 +87,7 @@ export class Race {
     } catch (error) {
       this.#control.abort();
       this.#say(error.message, "failed");
-      for (const lane of LANES) {
-        if (byId(`race-${lane}-figures`).textContent === "running…") byId(`race-${lane}-figures`).textContent = "not finished";
-      }
+      for (const lane of LANES) if (!answers[lane]?.reason) byId(`race-${lane}-figures`).textContent = "not finished";
     } finally {
       this.#busy(null);
     }
@@ -113,31 +109,27 @@ export class Race {
   async #judge({ on, off }, words, fields) {
     const at = parting(on.text, off.text);
     const [fast, plain] = [on.figures(), off.figures()];
-    const gain = plain.total / fast.total;
-    const pace = gain >= 1.005 ? `${gain.toFixed(2)}× as fast` : `${(1 / gain).toFixed(2)}× as slow`;
+    const gain = fast.rate / plain.rate;
+    const pace = `Drafting: ${gain.toFixed(2)}× the tokens per second (${figure(fast.rate)} against ${figure(plain.rate)}).`;
     if (at < 0) {
+      this.#say(`Same text, ${plural(on.text.length, "character")}. ${pace}`, "good");
+      return;
+    }
+    const parted = `The first ${plural(at, "character")} are the same, then comes “${piece(on.text, at)}” against “${piece(off.text, at)}”`;
+    this.#say(`${parted}.`);
+    const request = { model: this.#model(), content: words, fields };
+    const gap = await gapAt(request, on.ids, off.ids, this.#control.signal).catch(() => null);
+    if (gap === null) {
+      this.#say(`${parted}. In bfloat16 and float16, rounding can swap scores that nearly tie; in float32 this is a defect.`, "failed");
+    } else if (gap <= NEAR) {
       this.#say(
-        `Same text, ${plural(on.text.length, "character")}. Drafting: ${pace} ` +
-          `(${seconds(fast.total)} against ${seconds(plain.total)}).`,
-        "good",
+        `${pace} ${parted}, where the target's two best scores are ${gap.toFixed(3)} apart: a near-tie, which rounding ` +
+          "decides in bfloat16 and float16.",
+        "near",
       );
     } else {
-      const parted = `The texts part at “${on.text.slice(at, at + 20)}” against “${off.text.slice(at, at + 20)}”`;
-      this.#say(`${parted}.`);
-      const request = { model: this.#model(), content: words, fields };
-      const gap = await gapAt(request, on.ids, off.ids, this.#control.signal).catch(() => null);
-      if (gap === null) {
-        this.#say(`${parted}. In bfloat16 and float16, rounding can swap scores that nearly tie; in float32 this is a defect.`, "failed");
-      } else if (gap <= NEAR) {
-        this.#say(
-          `${parted}, where the target's two best scores are ${gap.toFixed(3)} apart: a near-tie, which rounding decides ` +
-            `in bfloat16 and float16. Drafting made ${figure(fast.rate)} tokens/s against ${figure(plain.rate)}.`,
-        );
-      } else {
-        this.#say(`${parted}, and the target's two best scores are ${gap.toFixed(3)} apart there: more than rounding explains.`, "failed");
-      }
+      this.#say(`${parted}, and the target's two best scores are ${gap.toFixed(3)} apart there: more than rounding explains.`, "failed");
     }
-    this.#ended(plain);
   }
 
   #busy(control) {
@@ -149,4 +141,10 @@ export class Race {
     this.note.textContent = text;
     this.note.className = `note ${kind}`;
   }
+}
+
+// What a text goes on with from `at`, begun at a word.
+function piece(text, at) {
+  const from = text.lastIndexOf(" ", at - 1) + 1;
+  return `${text.slice(Math.max(from, at - 20), at + 12).trim()}…`;
 }

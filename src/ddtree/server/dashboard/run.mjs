@@ -1,6 +1,7 @@
 // One answer asked for and written as it comes: what the chat and the race share.
 
 import { Answer } from "./answer.mjs";
+import { el } from "./dom.mjs";
 import { figure, NONE, plural, seconds } from "./format.mjs";
 import { write } from "./prose.mjs";
 import { chat } from "./server.mjs";
@@ -23,17 +24,21 @@ export async function run(body, host, signal, progress = () => {}) {
   return answer;
 }
 
-export function summary(answer) {
+// The figures of an answer, also while it is still written.
+export function tell(host, answer) {
   const { tokens, total, ttft, tpot, rate, tau } = answer.figures();
+  const ended = answer.reason !== null;
+  if (!tokens) {
+    host.textContent = ended ? `no text ${NONE} ${answer.reason}` : "running…";
+    return;
+  }
   const parts = [
-    plural(tokens, "token"),
-    seconds(total),
-    `${figure(rate)} tokens/s`,
-    `first after ${seconds(ttft)}`,
-    tpot === null ? null : `${seconds(tpot)} per token`,
-    tau === null ? null : `τ ${figure(tau)}`,
-    answer.cached ? `${answer.cached} prompt tokens cached` : null,
+    tau === null ? null : `${figure(tau)} tokens a round`,
+    `${plural(tokens, "token")} in ${seconds(total)}`,
+    ended ? `first after ${seconds(ttft)}` : null,
+    ended && tpot !== null ? `then ${seconds(tpot)} each` : null,
+    ended && answer.cached ? `${answer.cached} prompt tokens cached` : null,
     { length: "cut at the limit", stopped: "stopped" }[answer.reason],
   ];
-  return tokens ? parts.filter(Boolean).join(" · ") : `no text ${NONE} ${answer.reason ?? "ended"}`;
+  host.replaceChildren(el("b", {}, `${figure(rate)} tokens/s`), ["", ...parts.filter(Boolean)].join(" · "));
 }

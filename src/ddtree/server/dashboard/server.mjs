@@ -4,6 +4,7 @@ import { events } from "./sse.mjs";
 
 const KEY = "ddtree-api-key";
 const SILENCE = 6000; // ms without a report after which the connection counts as dead; state comes every second
+const UNSEEN = 5000; // ms after which a page that nobody sees gives its connection up
 const PATIENCE = [500, 1000, 2000, 4000]; // ms before each try to connect again
 
 export class ServerError extends Error {
@@ -84,7 +85,8 @@ export async function* chat(body, signal) {
   throw new ServerError("The connection was lost before the answer ended.", 0);
 }
 
-// Round reports and states, for as long as the page lives; connects again whenever the connection ends.
+// Round reports and states, for as long as the page lives; connects again whenever the connection ends. Browsers open
+// six connections to a server at most, so tabs in the background leave theirs to the others.
 // `told(kind, value)`: kind "state" or "round" with the report, "link" with {up, message, status}.
 export function follow(told) {
   let attempt = 0;
@@ -119,8 +121,19 @@ export function follow(told) {
     }
   }
 
+  let leaving = null;
+  document.addEventListener("visibilitychange", () => {
+    clearTimeout(leaving);
+    if (document.hidden) leaving = setTimeout(() => current?.abort(), UNSEEN);
+  });
+  const seen = () => new Promise((resolve) => {
+    if (!document.hidden) resolve();
+    else document.addEventListener("visibilitychange", () => resolve(seen()), { once: true });
+  });
+
   (async () => {
     for (;;) {
+      await seen();
       const { message, status } = await listen();
       told("link", { up: false, message, status });
       const pause = PATIENCE[Math.min(attempt, PATIENCE.length - 1)];

@@ -3,12 +3,13 @@
 import { byId, svg } from "./dom.mjs";
 import { NONE, percent, plural, token } from "./format.mjs";
 import { chosen, placed } from "./layout.mjs";
+import { strip } from "./strip.mjs";
 
 const MOST = 64; // nodes drawn
-const LINE = 21; // pixels from line to line
-const BOX = 17; // height of a node
+const LINE = 23; // pixels from line to line
+const BOX = 19; // height of a node
 const GAP = 22; // pixels between columns
-const CHARACTER = 6.7; // width of one, in the monospace of the style sheet
+const CHARACTER = 7.3; // width of one, in the monospace of the style sheet
 const MARGIN = 6;
 
 export class TreeView {
@@ -36,7 +37,10 @@ export class TreeView {
     const at = rounds.indexOf(round);
     byId("earlier").disabled = !round || at === 0 || rounds.length < 2;
     byId("later").disabled = !this.#held || at === rounds.length - 1;
-    if (!round || round === this.#shown) return;
+    if (!round) return;
+    byId("rounds-box").hidden = false;
+    strip(byId("rounds"), { rounds, shown: round, choose: (one) => this.#look(one) });
+    if (round === this.#shown) return;
     this.#shown = round;
     byId("tree-empty").hidden = true;
     this.#facts(round.report);
@@ -47,7 +51,11 @@ export class TreeView {
     const rounds = this.#history.rounds;
     if (!rounds.length) return;
     const at = this.#held ? rounds.indexOf(this.#held) : rounds.length - 1;
-    this.#held = rounds[Math.min(rounds.length - 1, Math.max(0, at + by))];
+    this.#look(rounds[Math.min(rounds.length - 1, Math.max(0, at + by))]);
+  }
+
+  #look(round) {
+    this.#held = round;
     this.draw();
   }
 
@@ -105,7 +113,7 @@ export class TreeView {
         { class: `node${kind(node)}` },
         svg("title", {}, node === bonus ? `${JSON.stringify(tree.tokens[node])}: the bonus token, the target's own` : this.#told(tree, node, taken)),
         svg("rect", { x: left, y: y - BOX / 2, width: right(node) - left, height: BOX, rx: 3 }),
-        svg("text", { x: left + 5, y: y + 3.8 }, label),
+        svg("text", { x: left + 5, y: y + 4.1 }, label),
       ));
     }
     const depths = widths.map((width, column) =>
