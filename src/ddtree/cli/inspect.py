@@ -37,9 +37,6 @@ def _vllm() -> int:
     lines = report()
     print(*lines, sep="\n")
     wrong = sum(line.wrong is not None for line in lines)
-    print(
-        f"draft trees cannot run in it: {wrong} of {len(lines)} differ"
-        if wrong
-        else "draft trees can run in it"
-    )
+    verdict = f"draft trees cannot run in it: {wrong} of {len(lines)} differ"
+    print(verdict if wrong else "draft trees can run in it")
     return 1 if wrong else 0

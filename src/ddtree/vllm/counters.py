@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-METHOD = "ddtree_counters"
-"""Of the worker: a dict of numbers, and of dicts from a label's value to a number."""
+METHOD = "ddtree_metrics"
+"""Of the worker."""
 PREFIX = "ddtree_vllm_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Counters = Mapping[str, float | Mapping[str, float]]
 
 _ABOUT = {
-    "steps": "Verifications of a request: those with drafts and those without.",
-    "drafted_steps": "Verifications of a request that had drafted nodes.",
-    "nodes": "Drafted nodes that were verified.",
-    "accepted": "Drafted nodes that were accepted.",
-    "accepted_per_depth": "Accepted nodes by their depth in the tree.",
-    "arms": "Steps of a request by the way they were drafted for.",
+    "rounds": "Steps of single requests that verified something, drafted or not.",
+    "nodes": "Drafted nodes verified; a tree counts each of its own.",
+    "accepted": "Drafted nodes accepted.",
+    "accepted_depth": "Rounds by how many drafted nodes were accepted.",
+    "arms": "Rounds by the way they were drafted for.",
     "seconds": "Where the worker's time went.",
 }
 
@@ -39,10 +38,12 @@ async def gather(engine_client: Any) -> dict[str, Any]:
 
 
 def summed(parts: Sequence[Counters]) -> dict[str, Any]:
-    """Counters added up by name and label."""
+    """Counters added up by name and label; what else the worker tells, such as means, is left out."""
     total: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
+            if name not in _ABOUT:
+                continue
             if isinstance(value, Mapping):
                 inner = total.setdefault(name, {})
                 for label, number in value.items():
@@ -57,7 +58,7 @@ def text(found: Counters) -> str:
     lines = []
     for name, value in found.items():
         full = f"{PREFIX}{name}_total"
-        lines += [f"# HELP {full} {_ABOUT.get(name, name)}", f"# TYPE {full} counter"]
+        lines += [f"# HELP {full} {_ABOUT[name]}", f"# TYPE {full} counter"]
         if isinstance(value, Mapping):
             lines += [f'{full}{{{name}="{_escaped(label)}"}} {number}' for label, number in value.items()]
         else:

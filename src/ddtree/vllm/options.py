@@ -24,9 +24,16 @@ _ELSEWHERE = {
     "max_n": "vLLM's environment variable VLLM_MAX_N_SEQUENCES bounds it",
     "max_body": "put a proxy in front that bounds it",
     "request_timeout": "put a proxy in front that bounds it",
+    "max_connections": "put a proxy in front that bounds them",
     "allowed_host": "put a proxy in front that checks names",
     "prefill_chunk": "give -- --max-num-batched-tokens N",
 }
+# Taken over below, or read elsewhere.
+_KNOWN = frozenset({
+    "target", "drafter", "device", "dtype", "max_context", "threads", "method", "budget", "depth", "engine", "drafting",
+    "host", "port", "name", "generation_config", "grace", "access_log", "max_rows", "kv_memory", "prefix_memory",
+    "api_key", "api_key_file", "cors_origin",
+})  # fmt: skip
 _SAME = {
     "host": "--host",
     "port": "--port",
@@ -66,9 +73,9 @@ def flags(args: argparse.Namespace, defaults: argparse.Namespace, further: Seque
         ConfigError: an option has no counterpart in vLLM, or `further` sets what the plugin sets.
     """
     given = {name for name in vars(defaults) if getattr(args, name) != getattr(defaults, name)}
-    for name, remedy in _ELSEWHERE.items():
-        if name in given:
-            raise ConfigError(f"--{name.replace('_', '-')} is not for --engine vllm: {remedy}")
+    for name in sorted(given - _KNOWN):
+        remedy = _ELSEWHERE.get(name, "leave it out")
+        raise ConfigError(f"--{name.replace('_', '-')} is not for --engine vllm: {remedy}")
     if args.device not in (None, "cpu"):
         raise ConfigError(f"--device {args.device} is not for --engine vllm: its build decides, here the CPU")
     found = ["--model", locate(args.target), "--served-model-name", args.name or args.target]

@@ -1,0 +1,213 @@
+"""What a request to vLLM asks for, without vLLM: fields, ranges, and where they travel."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from ddtree.errors import ConfigError
+from ddtree.noise import MAX_SEED
+from ddtree.vllm import requests
+from ddtree.vllm.http import METRICS, Middleware, Refusal, translate
+
+PLAIN = dict(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+    frequency_penalty=0.0, min_tokens=0, max_tokens=16, seed=None, logit_bias=None, structured_outputs=None,
+    allowed_token_ids=None, watermarking=None, _bad_words_token_ids=None,
+)  # fmt: skip
+DEFAULTS = SimpleNamespace(**PLAIN)
+
+
+def params(**fields):
+    return SimpleNamespace(**(PLAIN | fields))
+
+
+def body(**fields):
+    return json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
+
+
+def moved(**fields):
+    """What a request's fields become for vLLM."""
+    sent = json.loads(translate(body(**fields)))
+    said = sent.pop("vllm_xargs", {}).get("ddtree")
+    return sent, None if said is None else json.loads(said)
+
+
+def test_nothing_said_is_nothing_asked():
+    assert requests.asked(None) == requests.asked({}) == requests.asked({"other": 1}) == requests.Asked()
+
+
+@pytest.mark.parametrize("write", [lambda said: said, json.dumps], ids=["object", "text"])
+def test_an_object_and_its_json_text_ask_for_the_same(write):
+    said = {"method": "tree", "budget": 24, "min_p": 0.1, "logit_bias": {"42": -1.5}}
+    asked = requests.asked({"ddtree": write(said)})
+    assert asked == requests.Asked({"method": "tree", "budget": 24}, 0.1, {42: -1.5})
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"method": "fast"}, "method"),
+        ({"budget": -1}, "budget"),
+        ({"budget": True}, "budget"),
+        ({"depth": 0}, "depth"),
+        ({"depht": 3}, "depth"),
+        ({"min_p": 2}, "min_p"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ([], "object"),
+        (3, "object"),
+        ("{", "object"),
+    ],
+)
+def test_what_is_wrong_is_named(said, named):
+    with pytest.raises(ConfigError, match=named):
+        requests.asked({"ddtree": said})
+
+
+def test_sampling_is_this_packages():
+    asked = requests.Asked({}, 0.05, {3: 2.0})
+    drawn = requests.sampling(
+        params(
+            temperature=0.7, top_k=-1, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, seed=-1,
+            min_tokens=2, _bad_words_token_ids=[[5, 6]],
+        ),
+        asked,
+    )  # fmt: skip
+    assert (drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p) == (0.7, 0, 0.9, 0.05)
+    assert (drawn.repetition_penalty, drawn.presence_penalty, drawn.min_tokens) == (1.1, 0.5, 2)
+    assert (drawn.logit_bias, drawn.bad_words, drawn.seed) == ({3: 2.0}, ((5, 6),), -1 % MAX_SEED)
+
+
+def test_a_request_without_an_end_has_the_longest():
+    assert requests.sampling(params(max_tokens=None), requests.Asked()).max_tokens > 10**9
+
+
+def test_what_cannot_be_kept_exact_is_the_requests_error():
+    with pytest.raises(ConfigError, match="presence_penalty"):
+        requests.sampling(params(presence_penalty=5.0), requests.Asked())
+
+
+def test_fields_that_trees_do_not_know_are_named_unless_they_ask_for_nothing():
+    names = tuple(PLAIN)
+    assert requests.unsupported(params(temperature=1.0, seed=3), DEFAULTS, names) is None
+    assert requests.unsupported(params(watermarking=False, allowed_token_ids=[]), DEFAULTS, names) is None
+    name, message = requests.unsupported(params(structured_outputs=object()), DEFAULTS, names)
+    assert name == "structured_outputs" and "grammar" in message
+    name, message = requests.unsupported(params(allowed_token_ids=[1]), DEFAULTS, names)
+    assert name == "allowed_token_ids" and "logit_bias" in message
+
+
+def test_requests_that_say_nothing_of_drafting_are_not_touched():
+    for sent in (body(temperature=0), b"{", b"[]", b"", b'["min_p"]', b'{"min_p'):
+        assert translate(sent) is sent
+
+
+def test_drafting_travels_where_vllm_has_a_place_for_it():
+    sent, said = moved(ddtree={"method": "chain", "depth": 4}, temperature=0)
+    assert sent == {"model": "m", "prompt": "hello", "temperature": 0}
+    assert said == {"method": "chain", "depth": 4}
+
+
+def test_what_vllm_refuses_beside_drafting_travels_with_it():
+    sent, said = moved(min_p=0.1, logit_bias={"7": 3})
+    assert "min_p" not in sent and "logit_bias" not in sent
+    assert said == {"min_p": 0.1, "logit_bias": {"7": 3}}
+
+
+@pytest.mark.parametrize("fields", [{"min_p": 0}, {"min_p": None}, {"logit_bias": {}}, {"ddtree": None}])
+def test_fields_that_ask_for_nothing_are_dropped(fields):
+    assert moved(**fields) == ({"model": "m", "prompt": "hello"}, None)
+
+
+def test_a_clients_own_arguments_stay():
+    sent = json.loads(translate(body(vllm_xargs={"mine": 1}, min_p=0.5)))
+    assert sent["vllm_xargs"] == {"mine": 1, "ddtree": '{"min_p": 0.5}'}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ddtree": {"method": "x"}}, "ddtree"),
+        ({"ddtree": {"depth": 99}}, "ddtree"),
+        ({"ddtree": "tree"}, "ddtree"),
+        ({"min_p": 3}, "min_p"),
+        ({"min_p": "low"}, "min_p"),
+        ({"logit_bias": {"-1": 3}}, "logit_bias"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+    ],
+)
+def test_what_is_wrong_in_a_request_is_refused_with_its_field(fields, param):
+    with pytest.raises(Refusal) as refused:
+        translate(body(**fields))
+    assert refused.value.param == param
+
+
+class App:
+    """An ASGI app that answers with the body it got."""
+
+    async def __call__(self, scope, receive, send):
+        message = await receive()
+        length = dict(scope["headers"])[b"content-length"]
+        assert int(length) == len(message["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": message["body"]})
+        assert (await receive())["type"] == "http.disconnect"
+
+
+def asked_of_middleware(sent, path="/v1/completions", method="POST", kind=b"application/json", app=None):
+    """Status and body of an answer."""
+    import asyncio
+
+    half = len(sent) // 2
+    incoming = [
+        {"type": "http.request", "body": sent[:half], "more_body": True},
+        {"type": "http.request", "body": sent[half:]},
+        {"type": "http.disconnect"},
+    ]
+    outgoing = []
+
+    async def receive():
+        return incoming.pop(0)
+
+    async def send(message):
+        outgoing.append(message)
+
+    headers = [(b"Content-Type", kind), (b"content-length", str(len(sent)).encode())]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
+    asyncio.run(Middleware(App())(scope, receive, send))
+    return outgoing[0]["status"], b"".join(message["body"] for message in outgoing[1:])
+
+
+def test_the_middleware_passes_requests_on_with_their_new_length():
+    status, got = asked_of_middleware(body(ddtree={"method": "tree"}))
+    assert status == 200 and json.loads(got)["vllm_xargs"] == {"ddtree": '{"method": "tree"}'}
+
+
+def test_the_middleware_refuses_in_openais_form():
+    status, got = asked_of_middleware(body(ddtree={"method": "x"}))
+    error = json.loads(got)["error"]
+    assert status == 400
+    assert (
+        error["param"] == "ddtree"
+        and error["code"] == 400
+        and "choose auto, off, chain or tree" in error["message"]
+    )
+
+
+def test_the_counters_of_all_engines_are_summed():
+    class Core:
+        async def call_utility_all_async(self, *call):
+            assert call[:2] == ("collective_rpc", "ddtree_metrics")
+            own = {"nodes": 3, "tau": 1.5, "arms": {"off": 1, 'a"b': 2}}
+            return [[own, own], [{"nodes": 4, "arms": {"off": 1}}]]
+
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(engine_core=Core())))
+    status, got = asked_of_middleware(b"", METRICS, "GET", app=app)
+    lines = got.decode().splitlines()
+    assert status == 200
+    assert "ddtree_vllm_nodes_total 7" in lines
+    assert 'ddtree_vllm_arms_total{arms="off"} 2' in lines
+    assert 'ddtree_vllm_arms_total{arms="a\\"b"} 2' in lines
+    assert "# TYPE ddtree_vllm_nodes_total counter" in lines
+    assert not any("tau" in line for line in lines)

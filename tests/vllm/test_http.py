@@ -1,0 +1,230 @@
+"""vLLM's own server with the plugin: the texts of plain vLLM, and wrong requests that leave it alive."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+
+import talker
+
+NAME = "talker"
+PROMPTS = ("the cat sat on the mat, the cat sat on", "abcabcabcabc", "To be, or not to be", "11 12 13 14 15")
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(talker.save(tmp_path_factory.mktemp("target"), **SHAPE))
+
+
+@contextmanager
+def served(folder, tmp_path, *more):
+    """A client of a server of its own, which ends by a signal, with 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "ddtree", "serve", folder, "--engine", "vllm", "--name", NAME, "--port", str(port),
+        "--dtype", "float32", "--max-context", "256", "--max-rows", "4", "--kv-memory", "64M", "--threads", "1",
+        "--grace", "0", *more, "--", "--enforce-eager",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    log = tmp_path / f"{port}.log"
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, env=environment, stdout=out, stderr=out) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
+        try:
+            ready(client, process, log)
+            yield client
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) in (0, -signal.SIGTERM), log.read_text()[-2000:]
+
+
+def ready(client, process, log):
+    deadline = time.monotonic() + 180
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+
+
+def complete(client, prompt, **fields):
+    sent = {"model": NAME, "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True, **fields}
+    return client.post("/v1/completions", json=sent)
+
+
+def text(client, prompt, **fields):
+    answer = complete(client, prompt, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def chat(client, prompt):
+    sent = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 40,
+        "temperature": 0,
+    }
+    return client.post("/v1/chat/completions", json=sent).json()["choices"][0]["message"]["content"]
+
+
+def together(ask, client):
+    """The answers to all prompts, asked at once."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(lambda prompt: ask(client, prompt), PROMPTS))
+
+
+def figure(client, name, route="/metrics"):
+    """The sum of a counter over its labels; None where it is missing."""
+    found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", client.get(route).text, re.MULTILINE)
+    return sum(map(float, found)) if found else None
+
+
+@pytest.fixture(scope="module")
+def plain(folder, tmp_path_factory):
+    """What plain vLLM answers, and what can be seen of us there."""
+    with served(folder, tmp_path_factory.mktemp("log"), "--drafting", "off") as client:
+        return {
+            "texts": [text(client, prompt) for prompt in PROMPTS],
+            "chats": [chat(client, prompt) for prompt in PROMPTS],
+            "penalized": text(client, PROMPTS[0], repetition_penalty=1.3, presence_penalty=0.5),
+            "drafts": figure(client, "vllm:spec_decode_num_drafts_total"),
+            "route": client.get("/ddtree/metrics").status_code,
+            "grammar": complete(client, "x", structured_outputs={"regex": "a+"}).status_code,
+        }
+
+
+@pytest.fixture(scope="module")
+def client(folder, plain, tmp_path_factory):
+    with served(folder, tmp_path_factory.mktemp("log"), "--drafter", "lookup", "--method", "tree") as client:
+        yield client
+
+
+def test_off_is_plain_vllm(plain):
+    assert plain["drafts"] is None and plain["route"] == 404 and plain["grammar"] == 200
+
+
+def test_four_clients_at_once_get_plain_vllms_texts(client, plain):
+    assert together(text, client) == plain["texts"]
+    assert together(chat, client) == plain["chats"]
+    assert figure(client, "vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+def test_every_way_to_draft_gives_the_same_text(client, plain):
+    for own in (
+        {"method": "off"},
+        {"method": "chain"},
+        {"method": "tree", "budget": 3, "depth": 2},
+        {"method": "auto"},
+    ):
+        assert text(client, PROMPTS[0], ddtree=own) == plain["texts"][0]
+
+
+def test_penalties_hold_on_every_path(client, plain):
+    assert text(client, PROMPTS[0], repetition_penalty=1.3, presence_penalty=0.5) == plain["penalized"]
+
+
+def test_off_for_a_request_drafts_nothing(client):
+    name = "vllm:spec_decode_num_draft_tokens_total"
+    before = figure(client, name)
+    text(client, PROMPTS[1], ddtree={"method": "off"})
+    assert figure(client, name) == before
+    text(client, PROMPTS[1], ddtree={"method": "tree"})
+    assert figure(client, name) > before
+
+
+def test_a_seed_gives_the_same_text_however_it_is_drafted(client):
+    def drawn(seed, **own):
+        return text(client, PROMPTS[2], temperature=1.0, top_p=0.9, min_p=0.02, seed=seed, ddtree=own)
+
+    assert (
+        drawn(1, method="off")
+        == drawn(1, method="tree")
+        == drawn(1, method="chain")
+        != drawn(2, method="tree")
+    )
+
+
+def test_biases_hold_on_every_path(client):
+    assert text(client, PROMPTS[3], logit_bias={str(ord("z")): 100}) == "z" * 40
+
+
+def test_streams_carry_the_same_text(client, plain):
+    sent = {
+        "model": NAME,
+        "prompt": PROMPTS[0],
+        "max_tokens": 40,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    pieces = []
+    with client.stream("POST", "/v1/completions", json=sent) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+    assert "".join(pieces) == plain["texts"][0]
+
+
+def test_openais_client_says_how_to_draft(client, plain):
+    with openai.OpenAI(base_url=f"{client.base_url}v1", api_key="none") as asked:
+        answer = asked.completions.create(
+            model=NAME, prompt=PROMPTS[0], max_tokens=40, temperature=0,
+            extra_body={"ignore_eos": True, "ddtree": {"method": "tree", "budget": 8}},
+        )  # fmt: skip
+        assert answer.choices[0].text == plain["texts"][0]
+        with pytest.raises(openai.BadRequestError, match="choose auto, off, chain or tree") as refused:
+            asked.completions.create(model=NAME, prompt="x", extra_body={"ddtree": {"method": "best"}})
+        assert refused.value.param == "ddtree"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ddtree": {"method": "fast"}}, "ddtree"),
+        ({"ddtree": {"depth": 0}}, "ddtree"),
+        ({"ddtree": []}, "ddtree"),
+        ({"ddtree": {"budgets": 3}}, "ddtree"),
+        ({"vllm_xargs": {"ddtree": "{"}}, None),
+        ({"min_p": 3}, "min_p"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"presence_penalty": 7}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"allowed_token_ids": [3]}, "allowed_token_ids"),
+    ],
+)
+def test_a_wrong_request_is_refused_by_name_and_the_engine_lives(client, plain, fields, param):
+    answer = complete(client, "x", **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == 400 and error["message"]
+    if param is not None:
+        assert error["param"] == param
+    assert text(client, PROMPTS[0]) == plain["texts"][0]
+
+
+def test_our_counters_agree_with_vllms(client):
+    text(client, PROMPTS[0])
+    for ours, theirs in (("nodes", "draft_tokens"), ("accepted", "accepted_tokens")):
+        own = figure(client, f"ddtree_vllm_{ours}_total", "/ddtree/metrics")
+        assert own == figure(client, f"vllm:spec_decode_num_{theirs}_total") > 0
