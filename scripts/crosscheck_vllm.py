@@ -51,9 +51,8 @@ def ours(options: argparse.Namespace) -> None:
 
     from ddtree.bench import prompts
     from ddtree.demo import resolve, resolve_drafter
-    from ddtree.drafters import dflash
     from ddtree.drafters.checkpoint import locate
-    from ddtree.drafters.loading import contents
+    from ddtree.drafters.loading import contents, load_drafter
     from ddtree.pretrained import load_causal_lm
     from ddtree.prompts import encode
     from ddtree.target import Target
@@ -64,9 +63,9 @@ def ours(options: argparse.Namespace) -> None:
     network = contents(locate(resolve_drafter(options.drafter)))[0]
     if network is None:
         raise SystemExit(f"{options.drafter} holds no DFlash checkpoint")
-    own = dflash.load(network, target)
+    own = load_drafter(network, target)
     with tempfile.TemporaryDirectory() as folder:
-        whole = dflash.load(without_vocabulary(network, Path(folder)), target)
+        whole = load_drafter(without_vocabulary(network, Path(folder)), target)
         texts = []
         for prompt in prompts.read([options.prompts], limit=options.count):
             ids = encode(tokenizer, [{"role": "user", "content": prompt.turns[0]}])

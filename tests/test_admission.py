@@ -2,8 +2,10 @@
 
 import pytest
 
+import reference
 import tiny
 from ddtree.autoregressive import AutoregressiveTarget
+from ddtree.drafters import holdings_of
 from ddtree.engine import Engine
 from ddtree.errors import ConfigError, PromptError
 from ddtree.sampling import SamplingParams
@@ -11,26 +13,44 @@ from ddtree.target import Target
 
 # Two layers of keys and values, two heads of 8 floats.
 TOKEN = 2 * 2 * 2 * 8 * 4
-# Buffers of two rows of 512 tokens, and a prompt beside them.
-LIMIT = (2 * 512 + 60) * TOKEN
+# Outputs of two layers.
+FEATURES = 2 * 32 * 4
+# Buffers of two rows of 512 tokens, the target's and DFlash's, features that wait, and a prompt beside them.
+LIMIT = 2 * 512 * 2 * TOKEN + 4 * 128 * FEATURES + 60 * (TOKEN + FEATURES)
 
 
 def params(max_tokens):
     return SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
 
-def reserved(engine):
-    joining = engine._joining
-    return engine._cache.reserved_bytes + (0 if joining is None else joining.cache.reserved_bytes)
+def size(tensors):
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def finish(engine):
+def kept(engine):
+    """Bytes of the tensors that are kept of the tokens of an engine."""
+    caches = [engine._cache, *(holding.cache for holding in holdings_of(engine.drafter))]
+    features = [part for one in backbones(engine.drafter) for row in one._unread for part in row]
+    if engine._joining is not None:
+        caches.append(engine._joining.cache)
+        features += [part for _, part in engine._joining.observed if part is not None]
+    if engine.prefixes is not None:
+        features += [part for row in engine.prefixes._answers for part in row]
+    return sum(size(cache._stacks) for cache in caches) + sum(part.numel() * 4 for part in features)
+
+
+def backbones(drafter):
+    own = [drafter.backbone] if hasattr(drafter, "backbone") else []
+    return own + [inner for part in getattr(drafter, "drafters", ()) for inner in backbones(part)]
+
+
+def finish(engine, limit=LIMIT):
     most = 0
     while not engine.idle:
         engine.step()
         most = max(most, len(engine.running))
-        assert reserved(engine) <= LIMIT
-        assert engine.kv_bytes()[0] <= engine.kv_bytes()[1] == LIMIT
+        assert kept(engine) <= limit
+        assert engine.kv_bytes()[0] <= engine.kv_bytes()[1] == limit
     return most
 
 
@@ -100,7 +120,7 @@ def test_the_order_of_arrival_is_kept(model):
     order = []
     while not engine.idle:
         order += [s for s in engine.step() if s.output_length and s not in order]
-        assert reserved(engine) <= LIMIT
+        assert kept(engine) <= LIMIT
     assert order == [first, *others, small]
 
 
@@ -118,3 +138,73 @@ def test_a_wide_tree_does_not_break_the_bound(model):
 def test_a_target_with_caches_of_its_own_cannot_be_bounded(model):
     with pytest.raises(ConfigError, match="cannot bound the caches that LlamaForCausalLM makes for itself"):
         Engine(AutoregressiveTarget(model), cache_bytes=10**9)
+
+
+def test_a_prompt_that_fits_without_a_drafter_only_is_refused_with_one(model):
+    limit = 512 * TOKEN + 100 * (TOKEN + FEATURES)
+    Engine(Target(model), tiny.drafter("lookup", model), cache_bytes=limit).add(tiny.prompt(20), params(200))
+    with pytest.raises(
+        PromptError, match=r"of keys and values with the drafter's, and cache_bytes allows 0\.2"
+    ):
+        Engine(Target(model), tiny.drafter("tree", model), cache_bytes=limit).add(
+            tiny.prompt(20), params(200)
+        )
+
+
+@pytest.mark.parametrize(("kind", "together"), [("lookup", 2), ("tree", 1), ("draft", 1)])
+def test_a_drafter_that_keeps_rows_of_its_own_leaves_room_for_fewer(model, kind, together):
+    limit = 2 * 512 * TOKEN + 512 * FEATURES
+    engine = Engine(Target(model), tiny.drafter(kind, model), cache_bytes=limit)
+    asked = [(tiny.prompt(40, seed), 200) for seed in range(2)]
+    sequences = [engine.add(prompt, params(length)) for prompt, length in asked]
+    assert finish(engine, limit) == together
+    assert [s.tokens for s in sequences] == texts(model, asked)
+
+
+@pytest.mark.parametrize("kind", ["tree", "treeflash", "domino", "d2sd", "continuity", "draft", "merged"])
+def test_what_is_counted_is_what_the_drafter_allocates(model, kind):
+    drafter = tiny.drafter(kind, model)
+    engine = Engine(Target(model), drafter)
+    for seed in range(3):
+        engine.add(tiny.prompt(30, seed), params(40), budget=8)
+    engine.step()
+    for _ in range(3):
+        engine.step()
+    held = holdings_of(drafter)
+    assert len(held) == {"merged": 2}.get(kind, 1)
+    for holding in held:
+        # 30 + 40 tokens and all that is not committed lie within the first 256 columns, three rows among four.
+        assert holding.bytes(3, 70) - 3 * holding.row == size(holding.cache._stacks) == 4 * 256 * TOKEN
+        assert holding.cache.used_bytes == sum(holding.cache.lengths) * TOKEN > 0
+
+
+def test_the_features_that_wait_for_a_block_are_counted(model):
+    drafter = tiny.drafter("tree", model)
+    engine = Engine(Target(model), drafter)
+    engine.add(tiny.prompt(30), params(300), method="off")
+    (holding,), most = holdings_of(drafter), 0
+    while not engine.idle:
+        engine.step()
+        most = max(most, sum(part.numel() * 4 for row in drafter.backbone._unread for part in row))
+    assert most == holding.row == 128 * FEATURES
+
+
+@pytest.mark.parametrize("kind", ["tree", "d2sd", "draft", "merged"])
+@pytest.mark.parametrize("prefix_bytes", [0, 2**20])
+def test_the_bound_holds_whatever_the_drafter_keeps(model, kind, prefix_bytes):
+    limit = 3 * 2**20
+    engine = Engine(
+        Target(model),
+        tiny.drafter(kind, model),
+        cache_bytes=limit,
+        prefix_bytes=prefix_bytes,
+        prefill_chunk=64,
+    )
+    asked = [
+        (tiny.prompt(length, length), answer) for length, answer in [(8, 12), (9, 8), (300, 20), (5, 90)]
+    ]
+    asked += [(tiny.prompt(length, length), 10) for length in (6, 7, 10, 150)]
+    sequences = [engine.add(prompt, params(answer), budget=12) for prompt, answer in asked]
+    assert finish(engine, limit) > 1
+    for sequence, (prompt, answer) in zip(sequences, asked, strict=True):
+        assert sequence.output == reference.decode(model, prompt, params(answer), answer)

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from ddtree.drafters import checkpoint
-from ddtree.drafters.dflash import load
 from ddtree.drafters.dflash_layouts import default_layer_ids, parse
 from ddtree.drafters.dflash_net import DFlashNet
+from ddtree.drafters.loading import load_drafter
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.target import Target
 
@@ -290,7 +290,7 @@ def test_a_mask_embedding_beside_the_weights_is_read(folder):
 
 
 def test_a_fitting_drafter_loads(folder, target):
-    drafter = load(folder, target)
+    drafter = load_drafter(folder, target)
     assert (drafter.name, drafter.feature_layers, drafter.max_depth) == ("dflash", (0, 1), 7)
     assert drafter.coupling == (0.0, 1.0)
 
@@ -300,7 +300,7 @@ def test_copies_of_the_targets_weights_are_not_kept(folder, target):
         tensors["embed_tokens.weight"] = target.embed.weight.detach().clone()
         tensors["lm_head.weight"] = target.head.weight.detach().clone()
 
-    drafter = load(change_tensors(folder, edit), target)
+    drafter = load_drafter(change_tensors(folder, edit), target)
     assert drafter.backbone._embedding is target.embed.weight
     assert drafter.backbone._head is target.head
 
@@ -322,7 +322,7 @@ def test_a_pair_that_does_not_fit_is_refused_with_the_reason(folder, target, cha
     pair = copy.copy(target)
     pair.tokenizer = Padded()
     with pytest.raises(CheckpointError) as caught:
-        load(change(folder, **changes), pair)
+        load_drafter(change(folder, **changes), pair)
     assert (
         str(caught.value)
         == f"{folder} does not fit the target: {reason}. Name a drafter made for this target"

@@ -13,8 +13,9 @@ import tiny
 from ddtree.cache import KVCache
 from ddtree.drafters import DraftRow, checkpoint
 from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import DFlash, load
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash_net import DFlashNet
+from ddtree.drafters.loading import load_drafter
 from ddtree.engine import Engine
 from ddtree.errors import ConfigError
 from ddtree.noise import PLAIN
@@ -145,7 +146,7 @@ def test_drafts_and_text_are_those_of_the_published_generation_loop():
     folder = FIXTURES / "dflash_target"
     record = json.loads((folder / "generation.json").read_text())
     target = Target(hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    drafter, drafts = load(FIXTURES / "dflash_full", target), []
+    drafter, drafts = load_drafter(FIXTURES / "dflash_full", target), []
     plain = drafter.draft
 
     def recorded(rows, clock):

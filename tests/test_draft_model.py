@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+import reference
 import tiny
 import wellformed
 from ddtree.drafters import DraftRow, draft_model
@@ -191,6 +192,75 @@ def test_temperature_flattens_the_scores_of_sampled_rows():
         assert score == pytest.approx(plain(LLAMA, tokens, path, temperature=0.5), abs=4e-4)
 
 
+def processed(drafter, monkeypatch):
+    """A list to which each pass of the draft model over a part of a text adds its tokens."""
+    sizes, extend = [], drafter.model.extend
+
+    def counted(cache, tokens, *args, rows=None, **options):
+        if rows is not None:
+            sizes.append(tokens.numel())
+        return extend(cache, tokens, *args, rows=rows, **options)
+
+    monkeypatch.setattr(drafter.model, "extend", counted)
+    return sizes
+
+
+def test_a_long_prompt_that_joins_holds_up_no_step_by_more_than_a_chunk(monkeypatch):
+    target, chunk = Target(LLAMA), 16
+    drafter = DraftModel(Target(tiny.model("llama", seed=3)), target, chunk=chunk)
+    sizes = processed(drafter, monkeypatch)
+    engine = Engine(target, drafter, prefill_chunk=chunk)
+    params = SamplingParams(temperature=0.0, max_tokens=70)
+    first = engine.add(tiny.prompt(9), params, budget=4)
+    engine.step()
+    late = [engine.add(tiny.prompt(length, length), params, budget=4) for length in (150, 100)]
+    steps = []
+    while not engine.idle:
+        sizes.clear()
+        engine.step()
+        steps.append(sum(sizes))
+    assert max(steps) == chunk
+    assert sum(steps) >= 150 + 100 - 2 * 17
+    for sequence in (first, *late):
+        prompt = sequence.tokens[: sequence.prompt_length]
+        assert sequence.output == reference.decode(LLAMA, prompt, params, 70)
+        assert sequence.stats.nodes > 0
+
+
+def test_a_row_is_left_out_until_its_text_is_processed_and_drafted_as_ever_then(monkeypatch):
+    ready, late = row(tiny.prompt(12)), row(tiny.prompt(60, 1))
+    drafter = opened(drafter_for(LLAMA, chunk=20), ready)
+    drafter.draft([ready], Clock())
+    opened(drafter, late)
+    sizes = processed(drafter, monkeypatch)
+    for left in (39, 19):
+        tree = drafter.draft([ready, late], Clock())
+        assert (sizes, drafter.behind, len(drafter._backlog[1])) == ([20], [1], left)
+        assert tree.sizes == [16, 1]
+        assert scored(tree) == pytest.approx(scored(draft(drafter_for(LLAMA), ready)), abs=1e-4)
+        sizes.clear()
+    tree = drafter.draft([ready, late], Clock())
+    assert (sizes, drafter.behind) == ([19], [])
+    assert scored(tree, 1) == pytest.approx(scored(draft(drafter_for(LLAMA), late)), abs=1e-4)
+
+
+def test_texts_are_processed_at_once_where_no_other_row_waits(monkeypatch):
+    rows = [row(tiny.prompt(60, 1)), row(tiny.prompt(45, 2))]
+    drafter = opened(drafter_for(LLAMA, chunk=20), *rows)
+    sizes, clock = processed(drafter, monkeypatch), Clock()
+    tree = drafter.draft(rows, clock)
+    assert (sizes, drafter.behind, tree.sizes) == ([20, 20, 19, 20, 20, 4], [], [16, 16])
+    assert clock.seconds["prefill"] > 0
+
+
+def test_rows_that_are_not_drafted_for_wait_as_well(monkeypatch):
+    off, late = row(tiny.prompt(60), depth=0), row(tiny.prompt(60, 1))
+    drafter = opened(drafter_for(LLAMA, chunk=20), off, late)
+    sizes = processed(drafter, monkeypatch)
+    drafter.draft([off, late], Clock())
+    assert (sizes, drafter.behind) == ([20], [1])
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_under_the_noise_an_equal_draft_model_foresees_the_samples(temperature):
     def tau(coupling):
@@ -254,6 +324,7 @@ def test_paddings_and_further_tokens_do_no_harm():
     [
         ({"width": 0}, r"width=0 is outside 1\.\.32"),
         ({"width": 33}, r"width=33 is outside 1\.\.32"),
+        ({"chunk": 0}, "chunk=0 must be at least 1"),
         ({"coupling": (math.nan, 1.0)}, "beta must be"),
         ({"coupling": (0.0, -1.0)}, "kappa must be"),
     ],

@@ -1,12 +1,14 @@
-"""Which sequences may run at once within a bound of memory for keys and values."""
+"""Which sequences may run at once within a bound of memory for what is kept of their tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from typing import Any
 
 from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.cache import KVCache
 from ddtree.errors import ConfigError, PromptError
+from ddtree.holding import Holding, token_bytes
 from ddtree.sequence import Sequence
 
 _SPARE = 64
@@ -14,74 +16,95 @@ _SPARE = 64
 
 
 class Admission:
-    """Admits sequences only if all keys and values that they and the running ones can come to fit into the bound.
+    """Admits sequences only if all that is kept of the tokens that they and the running ones can come to fits.
 
-    Counted are the buffers in their real shape, of so many rows and so many tokens each, and the cache in which the
-    prompt is processed. Not counted is the copy of the buffers that there is for a moment when they grow.
+    Counted are keys and values of the target and of the drafters, as buffers in their real shape, of so many rows and
+    so many tokens each; the cache in which the prompt is processed; and the features that wait for a drafter or for
+    the prefix store. Not counted are weights, what a forward pass needs while it runs, and the copy of the buffers
+    that there is for a moment when they grow.
 
     Args:
-        target: is run once, to see how large a token is.
+        target: with the feature layers that the drafter needs; is run once, to see how large a token is.
+        cache: that of the target's running rows.
         limit: bytes.
+        drafters: what the drafters keep.
+        features_stay: the features of an answer are kept until it ends.
 
     Attributes:
         limit: as given.
-        columns: most columns that a row may have, drafted nodes included, until the next sequence is admitted.
 
     Raises:
         ConfigError: the target keeps its own caches, which cannot be bounded, or `limit` is too small for any text.
     """
 
-    def __init__(self, target: Any, limit: int) -> None:
+    def __init__(
+        self,
+        target: Any,
+        cache: KVCache,
+        limit: int,
+        drafters: Several[Holding] = (),
+        features_stay: bool = False,
+    ) -> None:
         if isinstance(target, AutoregressiveTarget):
             raise ConfigError(
                 f"cache_bytes={limit} cannot bound the caches that {type(target.model).__name__} makes for itself: "
                 "leave it out and choose max_rows instead"
             )
         self.limit = limit
-        self.columns = 0
-        self._rows = 0
         self._most = target.max_context
-        # The cache's shapes are what is asked for; it holds nothing.
-        self._shapes: KVCache = target.new_cache()
-        probe = target.new_cache(1)
-        for _ in target.prefill(probe, probe.add_row(), [0]):
-            pass
-        self._token = probe.token_bytes
-        if self._bytes(1, 2, 1) > limit:
-            raise ConfigError(
-                f"cache_bytes={limit} is too little for any text: give at least {self._bytes(1, 2, 1)} bytes"
-            )
+        self._target = Holding(cache, lambda: token_bytes(target), _SPARE, self._most)
+        self._drafters = drafters
+        feature = len(target.feature_layers) * target.hidden_size * target.dtype.itemsize
+        self._prompt_token = self._target.token + feature
+        self._answer_token = feature if features_stay else 0
+        self._rows = self._longest = self._rest = 0
+        least = self._bytes([(1, 1)])
+        if least > limit:
+            raise ConfigError(f"cache_bytes={limit} is too little for any text: give at least {least} bytes")
 
     def check(self, prompt_length: int, max_tokens: int) -> None:
         """Raise PromptError for what could not even run alone."""
-        need = self._bytes(1, self._longest(prompt_length, max_tokens), prompt_length)
+        need = self._bytes([(prompt_length, max_tokens)])
         if need > self.limit:
+            drafters = " with the drafter's" if self._drafters else ""
             raise PromptError(
                 f"a prompt of {prompt_length} tokens with an answer of up to {max_tokens} needs {need / 2**20:.1f} MiB "
-                f"of keys and values, and cache_bytes allows {self.limit / 2**20:.1f} MiB: shorten the prompt, lower "
-                "max_tokens, or raise cache_bytes"
+                f"of keys and values{drafters}, and cache_bytes allows {self.limit / 2**20:.1f} MiB: shorten the "
+                "prompt, lower max_tokens, or raise cache_bytes"
             )
 
     def admit(self, running: list[Sequence], sequence: Sequence) -> bool:
         """Whether a sequence may join those running."""
-        longest = max(self._longest(one.prompt_length, one.params.max_tokens) for one in (*running, sequence))
-        if self._bytes(len(running) + 1, longest, sequence.prompt_length) > self.limit:
+        texts = [(one.prompt_length, one.params.max_tokens) for one in (*running, sequence)]
+        need = self._bytes(texts)
+        if need > self.limit:
             return False
-        self._rows, self.columns = self._shapes.shape(len(running) + 1, longest + _SPARE)
+        self._rows, self._longest = len(texts), self._longest_of(texts)
+        self._rest = self.limit - need
         return True
 
-    def confine(self, cache: KVCache, sequence: Sequence) -> None:
+    def confine(self) -> None:
         """Make room in the buffers of the running rows for the sequence admitted last.
 
         Raises:
             CacheMemoryError: the device has no room for smaller buffers beside the old ones.
         """
-        cache.confine(self._rows, self.columns, self.limit - self._token * sequence.prompt_length)
+        self._target.confine(self._rows, self._longest, self._rest)
+        for holding in self._drafters:
+            holding.confine(self._rows, self._longest)
 
-    def _longest(self, prompt_length: int, max_tokens: int) -> int:
-        return min(prompt_length + max_tokens, self._most)
+    def nodes(self, longest: int) -> int:
+        """Drafted nodes that each row has room for beside the longest one, of so many committed tokens."""
+        _, columns = self._target.shape(self._rows, self._longest)
+        # Recorded passes may add half as many.
+        return (columns - longest) * 2 // 3 - 1
 
-    def _bytes(self, rows: int, longest: int, prompt_length: int) -> int:
-        """Of rows of so many tokens, and of a prompt beside them."""
-        width, columns = self._shapes.shape(rows, longest + _SPARE)
-        return self._token * (width * columns + prompt_length)
+    def _longest_of(self, texts: list[tuple[int, int]]) -> int:
+        return max(min(prompt + answer, self._most) for prompt, answer in texts)
+
+    def _bytes(self, texts: list[tuple[int, int]]) -> int:
+        """Of texts, as most tokens of prompt and answer, of which the last one's prompt is still to be processed."""
+        rows, longest = len(texts), self._longest_of(texts)
+        buffers = sum(holding.bytes(rows, longest) for holding in (self._target, *self._drafters))
+        answers = sum(min(answer, self._most - prompt) for prompt, answer in texts)
+        return buffers + self._prompt_token * texts[-1][0] + self._answer_token * answers

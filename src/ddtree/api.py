@@ -66,7 +66,8 @@ def load(
         max_context: most tokens of prompt and answer; the model's own limit by default.
         max_rows: sequences decoded at once; more wait their turn.
         prefill_chunk: prompt tokens per forward; answers that are running wait for no more of a new prompt at a time.
-        cache_bytes: memory that keys and values of what runs may take; as much as there is by default.
+        cache_bytes: memory that keys and values of what runs may take, the target's and the drafters', with the
+            features that wait for them; as much as there is by default.
         prefix_bytes: memory for what texts leave to later prompts that begin alike, such as a chat's next turn.
 
     Raises:

@@ -18,12 +18,14 @@ from torch import Tensor
 from ddtree.admission import Admission
 from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.cache import out_of_memory
-from ddtree.checks import check_drafting, check_members, check_prompt
-from ddtree.drafters import Drafter, DraftRow, parts_of
+from ddtree.checks import check_prompt
+from ddtree.drafters import Drafter, holdings_of
 from ddtree.drafters.claims import claim, release
+from ddtree.emitting import chooser, emit
 from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.joining import Joining
-from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
+from ddtree.planning import Planner
+from ddtree.policy import AutoBudget, AutoMethod, Choice, Policy, Request
 from ddtree.prefixes import PrefixStore
 from ddtree.rows import drop_row
 from ddtree.sampling import Sampler, SamplingParams
@@ -31,12 +33,9 @@ from ddtree.sequence import FinishReason, Sequence
 from ddtree.stats import Clock
 from ddtree.target import Target
 from ddtree.text import Detokenizer
-from ddtree.tree import MAX_DEPTH, DraftTree, walk
+from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
 
 __all__ = ["Engine", "FinishReason", "Round", "Sequence"]
-
-# What the walk is told when a sequence has ended: no child carries it.
-_END = -1
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class Engine:
         drafter: what proposes; None decodes autoregressively.
         max_rows: sequences decoded at once; more wait their turn.
         prefill_chunk: prompt tokens per forward.
-        cache_bytes: memory that keys and values of what runs may take; a sequence waits until all that it can come to
-            fits. None: as much as there is.
+        cache_bytes: memory that keys and values of what runs may take, the target's and the drafters', with the
+            features that wait for them; a sequence waits until all that it can come to fits. None: as much as there is.
         prefix_bytes: memory for what texts leave to later prompts that begin alike; 0 for none. Targets with caches
             of their own leave nothing.
 
@@ -105,9 +104,8 @@ class Engine:
             "cache_bytes": cache_bytes,
             "prefix_bytes": prefix_bytes,
         }
-        self.policy: Policy | None = None
-        self.members = tuple(part.name for part in parts_of(drafter))
         self.clock = Clock()
+        self._planner = Planner(target, drafter, self.clock)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.listener: Callable[[Round], None] | None = None
@@ -119,14 +117,32 @@ class Engine:
         # Each kind of target takes the kind of cache that it makes.
         self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
-        self._admission = None if cache_bytes is None else Admission(target, cache_bytes)
+        self._holdings = holdings_of(drafter)
         self.prefixes: PrefixStore | None = None
         if prefix_bytes and not isinstance(target, AutoregressiveTarget):
             self.prefixes = PrefixStore(prefix_bytes, features=bool(target.feature_layers))
+        self._admission: Admission | None = None
+        if cache_bytes is not None:
+            stay = self.prefixes is not None
+            self._admission = Admission(target, self._cache, cache_bytes, self._holdings, features_stay=stay)
 
     @property
     def idle(self) -> bool:
         return not self.sequences
+
+    @property
+    def policy(self) -> Policy | None:
+        """What decides for requests that say auto; there may be none while none does."""
+        return self._planner.policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        self._planner.policy = policy
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the drafters that requests may choose from."""
+        return self._planner.members
 
     @property
     def joining(self) -> Sequence | None:
@@ -145,8 +161,13 @@ class Engine:
         return bool(self._closed)
 
     def kv_bytes(self) -> tuple[int, int]:
-        """Bytes of keys and values in use, and how many there may be: `cache_bytes`, or those of the buffers."""
-        caches = [self._cache] if self._joining is None else [self._cache, self._joining.cache]
+        """Bytes of keys and values in use, the drafters' too, and how many there may be.
+
+        That is `cache_bytes`, which bounds waiting features as well, or what the buffers have.
+        """
+        caches = [self._cache, *(holding.cache for holding in self._holdings)]
+        if self._joining is not None:
+            caches.append(self._joining.cache)
         used = sum(cache.used_bytes for cache in caches)
         if self._admission is not None:
             return used, self._admission.limit
@@ -192,16 +213,7 @@ class Engine:
         Args:
             sampled: the sequence's temperature is above 0.
         """
-        check_drafting(method, budget, depth)
-        check_members(members, self.members)
-        if self.policy is None and self.drafter is not None and "auto" in (method, budget):
-            raise ConfigError("method or budget is auto and the engine has no policy: set Engine.policy")
-        drafting = self.members if members is None else tuple(m for m in self.members if m in members)
-        if method == "off" or budget == 0 or not drafting:
-            method, budget, drafting = "off", 0, ()
-        return Request(
-            method, budget, drafting, min(depth, self.drafter.max_depth if self.drafter else 0), sampled
-        )
+        return self._planner.request(method, budget, depth, members, sampled)
 
     def sequence(
         self, prompt: list[int], params: SamplingParams, request: Request, text: Detokenizer | None = None
@@ -271,6 +283,32 @@ class Engine:
         self._leave()
         return moved
 
+    def _round(self) -> None:
+        before = dict(self.clock.seconds)
+        rows, lengths = list(self.running), [len(sequence.tokens) for sequence in self.running]
+        with self.clock("draft"):
+            plan = self._planner.plan(rows, self._room())
+        with self.clock("verify"):
+            forward = self.target.verify(self._cache, plan.tree)
+            if plan.decided and self.target.device.type != "cpu":
+                # The walk needs the logits at once; waiting here gives each part its own time.
+                torch.accelerator.synchronize(self.target.device)
+        assert forward.logits is not None
+        with self.clock("walk"):
+            paths = walk(plan.tree, chooser(rows, forward.logits, self.target.max_context))
+        with self.clock("commit"):
+            self._cache.commit(paths)
+            self._observe(paths, lengths, forward.features)
+        seconds = self._account(before, rows)
+        for row, sequence in enumerate(rows):
+            sequence.verified(
+                lengths[row], plan.choices[row].arm, plan.tree.sizes[row] - 1, len(paths[row]) - 1
+            )
+        answers = [sequence.tokens[length:] for sequence, length in zip(rows, lengths, strict=True)]
+        self._planner.learn(plan, paths, answers, seconds)
+        if self.listener is not None:
+            self.listener(Round(rows, plan.choices, plan.tree, paths, seconds))
+
     def _prefill(self) -> list[Sequence]:
         """One chunk; or, while nothing runs, all prompts that take no more than one, after the end of the first."""
         alone = not self.running
@@ -301,7 +339,7 @@ class Engine:
         try:
             with self.clock("prefill"):
                 if self._admission is not None:
-                    self._admission.confine(self._cache, sequence)
+                    self._admission.confine()
                 logits = joining.advance()
                 if logits is not None:
                     self._join(joining, logits)
@@ -330,142 +368,11 @@ class Engine:
         if self.drafter:
             for tokens, own in joining.observed:
                 self.drafter.observe(row, tokens, own)
-        self._emit(sequence, logits)
+        emit(sequence, logits, self.target.max_context)
 
-    def _round(self) -> None:
-        before = dict(self.clock.seconds)
-        rows = list(self.running)
-        with self.clock("draft"):
-            choices = self._plan()
-            tree = self._draft(choices)
-        with self.clock("verify"):
-            forward = self.target.verify(self._cache, tree)
-            if self._planned and self.target.device.type != "cpu":
-                # The walk needs the logits at once; waiting here gives each part its own time.
-                torch.accelerator.synchronize(self.target.device)
-        assert forward.logits is not None
-        lengths = [len(sequence.tokens) for sequence in rows]
-        with self.clock("walk"):
-            paths = walk(tree, self._chooser(forward.logits))
-        with self.clock("commit"):
-            self._cache.commit(paths)
-            self._observe(paths, lengths, forward.features)
-        for sequence, choice, path, size, length in zip(
-            rows, choices, paths, tree.sizes, lengths, strict=True
-        ):
-            sequence.accepted(length, len(path) - 1)
-            sequence.stats.rounds += 1
-            sequence.stats.arms[str(choice.arm)] += 1
-            sequence.stats.nodes += size - 1
-            sequence.stats.accepted[len(path) - 1] += 1
-        seconds = {part: seconds - before[part] for part, seconds in self.clock.seconds.items()}
-        if self._planned:
-            assert self.policy is not None
-            answers = [sequence.tokens[length:] for sequence, length in zip(rows, lengths, strict=True)]
-            self.policy.learn(tree, paths, answers, seconds)
-        self._account(before, rows)
-        if self.listener is not None:
-            self.listener(Round(rows, choices, tree, paths, seconds))
-
-    @property
-    def _planned(self) -> bool:
-        return any(sequence.request.automatic for sequence in self.running)
-
-    def _plan(self) -> list[Choice]:
-        """How each row is drafted this round."""
-        requests = [sequence.request for sequence in self.running]
-        if self._planned:
-            assert self.policy is not None
-            contexts = [len(sequence.tokens) - 1 for sequence in self.running]
-            return self.policy.plan(requests, contexts, [not s.stats.rounds for s in self.running])
-        return [request.fixed() for request in requests]
-
-    def _draft(self, choices: list[Choice]) -> DraftTree:
-        rows = [self._draft_row(*pair) for pair in zip(self.running, choices, strict=True)]
-        if self.drafter is None or not any(row.depth for row in rows):
-            tree = DraftTree.root([row.tokens[-1] for row in rows], self.target.device)
-        else:
-            tree = self.drafter.draft(rows, self.clock)
-        if self._planned:
-            assert self.policy is not None
-            with self.clock("build"):
-                # A draft cut short by the end of an answer tells little of the drafter.
-                whole = [
-                    choice.arm == OFF or row.depth == sequence.request.depth
-                    for row, choice, sequence in zip(rows, choices, self.running, strict=True)
-                ]
-                tree = self.policy.cut(tree, self._proposals, whole)
-        return tree
-
-    def _proposals(self) -> Proposals | None:
-        """The own trees of several drafters, of the round being made."""
-        return getattr(self.drafter, "proposals", None)
-
-    def _draft_row(self, sequence: Sequence, choice: Choice) -> DraftRow:
-        room = self.target.max_context - len(sequence.tokens) - 1
-        left = sequence.params.max_tokens - sequence.output_length - 1
-        depth = min(sequence.request.depth, room, left)
-        budget = choice.budget
-        if self._admission is not None:
-            # Rows are as wide as the longest with its nodes, and recorded passes may add half as many.
-            budget = min(budget, (self._admission.columns - max(self._cache.lengths)) * 2 // 3 - 1)
-        if choice.arm == OFF:
-            depth = 0
-        return DraftRow(
-            sequence.tokens,
-            budget,
-            max(0, depth),
-            choice.arm.method == "chain",
-            None if sequence.params.greedy else sequence.sampler.noise,
-            sequence.params.temperature,
-            choice.floor,
-            choice.arm.members,
-        )
-
-    def _chooser(self, logits: Tensor) -> Callable[[list[int], list[int]], list[int]]:
-        """The target's choice at a node, in the walk's order, which is the text's: so each choice is emitted."""
-
-        def choose(rows: list[int], nodes: list[int]) -> list[int]:
-            return [
-                self._emit(self.running[row], logits[row, node])
-                for row, node in zip(rows, nodes, strict=True)
-            ]
-
-        return choose
-
-    def _emit(self, sequence: Sequence, logits: Tensor) -> int:
-        """Choose the next token from the logits [V] after `sequence.tokens`, append it, and see whether it ends."""
-        # A processor of a row before this one may have cancelled it.
-        if sequence.finish_reason is not None:
-            return _END
-        try:
-            token = sequence.sampler.choose(logits, sequence.tokens, committed=len(sequence.tokens))
-            if sequence.logprobs is not None:
-                sequence.logprobs.append(sequence.sampler.logprobs(logits, token))
-        except Exception as error:
-            # A user's own processor may fail; that ends its sequence and spares the rows beside it.
-            sequence.error = error
-            sequence.finish("error")
-            return _END
-        # A processor may have cancelled the sequence it was called for.
-        if sequence.finish_reason is not None:
-            return _END
-        sequence.append(token)
-        reason = self._ending(sequence, token)
-        if reason is None:
-            return token
-        sequence.finish(reason)
-        return _END
-
-    def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
-        params, length = sequence.params, sequence.output_length
-        stops = token in sequence.sampler.stop_ids and length >= params.min_tokens
-        stopped = sequence.text is not None and sequence.text.push(token, visible=not stops)
-        if stops or stopped:
-            return "stop"
-        if length >= params.max_tokens or len(sequence.tokens) >= self.target.max_context:
-            return "length"
-        return None
+    def _room(self) -> int:
+        """How many drafted nodes there is room for in a row."""
+        return MAX_BUDGET if self._admission is None else self._admission.nodes(max(self._cache.lengths))
 
     def _observe(self, paths: list[list[int]], lengths: list[int], features: Tensor | None) -> None:
         for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
@@ -515,7 +422,10 @@ class Engine:
         if self._closed:
             raise ConfigError(self._closed)
 
-    def _account(self, before: dict[str, float], sequences: list[Sequence]) -> None:
+    def _account(self, before: dict[str, float], sequences: list[Sequence]) -> dict[str, float]:
+        """Count the time since `before` to each of the sequences; returns it, by part."""
+        seconds = {part: seconds - before[part] for part, seconds in self.clock.seconds.items()}
         for sequence in sequences:
-            for part, seconds in self.clock.seconds.items():
-                sequence.stats.seconds[part] += seconds - before[part]
+            for part, spent in seconds.items():
+                sequence.stats.seconds[part] += spent
+        return seconds

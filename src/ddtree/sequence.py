@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-from ddtree.policy import Request
+from ddtree.policy import Arm, Request
 from ddtree.sampling import Sampler, SamplingParams, TokenLogprobs
 from ddtree.stats import Stats
 from ddtree.text import Detokenizer
@@ -66,10 +66,14 @@ class Sequence:
         self.origins.append(0)
         self.stats.output_tokens += 1
 
-    def accepted(self, start: int, count: int) -> None:
-        """The first `count` tokens from `tokens[start]` on were drafted, at depths 1 to `count`."""
+    def verified(self, start: int, arm: Arm, nodes: int, accepted: int) -> None:
+        """Note a round: of `nodes` drafted ones, those of `accepted` tokens from `tokens[start]` on were right."""
         at = start - self.prompt_length
-        self.origins[at : at + count] = range(1, count + 1)
+        self.origins[at : at + accepted] = range(1, accepted + 1)
+        self.stats.rounds += 1
+        self.stats.arms[str(arm)] += 1
+        self.stats.nodes += nodes
+        self.stats.accepted[accepted] += 1
 
     def began(self) -> None:
         """The first token is there, or will never be."""

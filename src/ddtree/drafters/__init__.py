@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ddtree.holding import Holding
 from ddtree.sampling import Noise
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree
@@ -39,7 +40,11 @@ class DraftRow:
 
 
 class Drafter(Protocol):
-    """Rows follow the target's cache: packed, and the last row takes the place of a dropped one."""
+    """Rows follow the target's cache: packed, and the last row takes the place of a dropped one.
+
+    A drafter that keeps keys and values of its rows is a `Holder` as well, and one that may be behind a row's text is
+    a `Late` one.
+    """
 
     name: str
     feature_layers: tuple[int, ...]
@@ -58,6 +63,38 @@ class Drafter(Protocol):
         """Propose a tree for each row, 0..R-1. Has no effect on later drafts: only `observe` moves a row on."""
 
 
+@runtime_checkable
+class Holder(Protocol):
+    """A drafter that keeps something of every token of its rows on the device."""
+
+    def holdings(self) -> list[Holding]:
+        """Its caches, and what they can come to."""
+
+
+@runtime_checkable
+class Late(Protocol):
+    """A drafter that may need several rounds to process what it was told of a row."""
+
+    behind: list[int]
+    """Rows that the last `draft` was asked for and did not draft, because their texts are not processed yet."""
+
+
 def parts_of(drafter: Any) -> list[Any]:
     """The drafters that a drafter merges, or itself; none of None."""
     return [] if drafter is None else list(getattr(drafter, "drafters", [drafter]))
+
+
+def holdings_of(drafter: Any) -> list[Holding]:
+    """What a drafter and those that it merges keep of every token."""
+    own = drafter.holdings() if isinstance(drafter, Holder) else []
+    return own + [holding for part in _merged(drafter) for holding in holdings_of(part)]
+
+
+def behind_of(drafter: Any) -> set[int]:
+    """The rows that a drafter, or one that it merges, left out of its last draft to catch up with their texts first."""
+    own = set(drafter.behind) if isinstance(drafter, Late) else set()
+    return own.union(*(behind_of(part) for part in _merged(drafter)))
+
+
+def _merged(drafter: Any) -> list[Any]:
+    return getattr(drafter, "drafters", [])

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ddtree.cache import KVCache
 from ddtree.drafters.dflash_net import DFlashNet
+from ddtree.holding import Holding
 from ddtree.rows import drop_row
 from ddtree.target import Target
 from ddtree.tree import MAX_DEPTH
@@ -82,6 +83,16 @@ class Backbone:
     def drop_row(self, row: int) -> None:
         self._cache.drop_row(row)
         drop_row(self._unread, row)
+
+    def holding(self, blocks: int = 1) -> Holding:
+        """What the context can come to, beside as many blocks a row, and the features that wait for the next block."""
+        config, most = self.network.config, self._cache.max_tokens - self.network.config.block_size
+        states = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        features = len(config.target_layer_ids) * config.hidden_size
+        size = self.dtype.itemsize
+        # Columns are as wide as the longest row with the most that any row has unread, or with the blocks.
+        spare = max(_AT_ONCE, blocks * config.block_size)
+        return Holding(self._cache, lambda: states * size, spare, most, row=_AT_ONCE * features * size)
 
     @torch.inference_mode()
     def observe(self, row: int, features: Tensor | None) -> None:

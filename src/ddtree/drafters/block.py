@@ -10,6 +10,7 @@ from torch import Tensor
 from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.heads import Head
+from ddtree.holding import Holding
 from ddtree.noise import PLAIN, check_coupling, couple
 
 View = Callable[[Tensor], Tensor]
@@ -44,6 +45,9 @@ class BlockDrafter:
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
         self.backbone.observe(row, features)
+
+    def holdings(self) -> list[Holding]:
+        return [self.backbone.holding()]
 
     def couples(self, row: DraftRow) -> bool:
         """Whether a row is drafted for under its noise."""

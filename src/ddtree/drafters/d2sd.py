@@ -11,6 +11,7 @@ from ddtree.drafters import DraftRow
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.block import BlockDrafter, width_of
 from ddtree.errors import ConfigError
+from ddtree.holding import Holding
 from ddtree.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, best_first, grow, merge, prune
@@ -83,6 +84,9 @@ class D2SD(BlockDrafter):
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
         for backbone in self._backbones:
             backbone.observe(row, features)
+
+    def holdings(self) -> list[Holding]:
+        return [part.holding(self.branches if part is self.second else 1) for part in self._backbones]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import cast
 
@@ -71,17 +70,6 @@ class DFlash(BlockDrafter):
             self.couple(row, own)
         best = logprobs.topk(count, dim=-1)
         return backbone.tokens(best.indices), best.values
-
-
-def load(name: str | os.PathLike[str], target: Target) -> DFlash:
-    """The DFlash drafter of a folder or hub id, checked against its target.
-
-    Raises:
-        CheckpointError: it cannot be read or does not fit; the message says why.
-    """
-    found = checkpoint.read(name)
-    checkpoint.check(found, target)
-    return DFlash(backbone_of(found, target), coupling=found.layout.coupling)
 
 
 def backbone_of(found: checkpoint.DFlashCheckpoint, target: Target) -> Backbone:

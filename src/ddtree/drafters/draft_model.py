@@ -6,12 +6,15 @@ only. All children scored on the way are candidates; the best of them under the 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ddtree.cache import KVCache
 from ddtree.drafters import DraftRow
 from ddtree.errors import CheckpointError, ConfigError
+from ddtree.holding import Holding, token_bytes
 from ddtree.noise import check_coupling, couple
 from ddtree.rows import drop_row
 from ddtree.stats import Clock
@@ -49,13 +52,19 @@ class DraftModel:
     """Drafts with a causal LM that has the target's vocabulary.
 
     Its cache holds committed tokens only; they are processed when the next draft is asked for, so that the first
-    token of an answer does not wait for them. A text longer than the draft model's context is not drafted.
+    token of an answer does not wait for them. Rows that only wait for those of another row, a long prompt's, wait for
+    one chunk a round; the row is drafted once its text is processed. A text longer than the draft model's context is
+    not drafted.
 
     Args:
         draft: the draft model.
         target: the model to draft for.
         width: prefixes expanded a level and children looked at of each, 1..32.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
+        chunk: most tokens of long texts that are processed while other rows wait.
+
+    Attributes:
+        behind: rows that the last draft left out, because their texts are not processed yet.
 
     Raises:
         CheckpointError: the vocabularies differ.
@@ -73,14 +82,19 @@ class DraftModel:
         *,
         width: int = 10,
         coupling: tuple[float, float] = PLAIN,
+        chunk: int = 512,
     ) -> None:
         if not 1 <= width <= MAX_WIDTH:
             raise ConfigError(f"width={width} is outside 1..{MAX_WIDTH}: give a whole number in that range")
+        if chunk < 1:
+            raise ConfigError(f"chunk={chunk} must be at least 1")
         check_coupling(*coupling)
         check_vocabulary(draft, target)
         self.model = draft
         self.width = width
         self.coupling = coupling
+        self.chunk = chunk
+        self.behind: list[int] = []
         self.vocab_size = min(draft.vocab_size, target.vocab_size)
         self._device = target.device
         self._cache = draft.new_cache()
@@ -98,14 +112,24 @@ class DraftModel:
         # Ids that only the target has can stand in a text; any other token will do in their place.
         self._backlog[row] += [min(token, self.vocab_size - 1) for token in tokens]
 
+    def holdings(self) -> list[Holding]:
+        # The backlog of a round, the root, and all levels that are expanded.
+        spare = _AT_ONCE + 1 + (MAX_DEPTH - 1) * self.width
+        return [Holding(self._cache, partial(token_bytes, self.model), spare, self.model.max_context)]
+
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
         bonus = [row.tokens[-1] for row in rows]
         budgets = [row.budget for row in rows]
         depths = [self._depth(row) for row in rows]
+        with clock("prefill"):
+            self.behind = self._catch_up(depths)
+        for index in self.behind:
+            depths[index] = 0
         if not any(depths):
             return DraftTree.root(bonus, self._device)
-        growth = _Growth(self, self._cache, rows, self._catch_up(depths), depths)
+        backlog = [part if depth else [] for part, depth in zip(self._backlog, depths, strict=True)]
+        growth = _Growth(self, self._cache, rows, backlog, depths)
         width = min(self.width, 1 if all(row.chain for row in rows) else max(budgets))
         keep = max(width, min(max(budgets), self.width * width))
         tree = grow(bonus, growth, width, max(depths), keep=keep, device=self.model.device)
@@ -128,14 +152,17 @@ class DraftModel:
         room = self.model.max_context + 1 - len(row.tokens)
         return max(0, min(row.depth, room)) if row.budget else 0
 
-    def _catch_up(self, depths: list[int]) -> list[list[int]]:
-        """Process what is long of the drafted rows' backlogs; returns what remains to be processed of each row."""
-        for row, (backlog, depth) in enumerate(zip(self._backlog, depths, strict=True)):
-            if depth and len(backlog) > _AT_ONCE:
-                for _ in self.model.prefill(self._cache, row, backlog):
-                    pass
-                self._backlog[row] = []
-        return [backlog if depth else [] for backlog, depth in zip(self._backlog, depths, strict=True)]
+    def _catch_up(self, depths: list[int]) -> list[int]:
+        """Process what is long of the drafted rows' backlogs; returns the rows of which there is more."""
+        late = [row for row, depth in enumerate(depths) if depth and len(self._backlog[row]) > _AT_ONCE]
+        # Where all rows are late, none would gain by going on without the others.
+        left = self.chunk if len(late) < len(depths) else sum(map(len, self._backlog))
+        for row in late:
+            part, self._backlog[row] = self._backlog[row][:left], self._backlog[row][left:]
+            left -= len(part)
+            for _ in self.model.prefill(self._cache, row, part, self.chunk):
+                pass
+        return [row for row in late if len(self._backlog[row]) > _AT_ONCE]
 
 
 class _Growth:
