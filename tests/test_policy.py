@@ -25,14 +25,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=5, max_tokens=LENGTH)
 
 
-def latency(per_node=0.0001, root=0.02, draft=0.002, names=("scripted", "lookup")):
+def latency(per_node=0.0001, root=0.02, draft=0.002, names=("scripted", "lookup"), **drafts_of):
     points = [
         Sample(w, r, c, root + per_node * w * r)
         for w in (1, 2, 9, 33, 65)
         for r in (1, 4)
         for c in (0.0, 512.0)
     ]
-    drafts = {name: [Sample(w, 1, 0.0, draft) for w in (2, 33)] for name in names}
+    drafts = {name: [Sample(w, 1, 0.0, drafts_of.get(name, draft)) for w in (2, 33)] for name in names}
     return LatencyModel.fit(points, drafts, machine={})
 
 
@@ -221,6 +221,61 @@ def test_arms_of_a_fixed_budget_are_foretold_with_all_of_it(model, prompts, gree
     (group,) = engine.policy.state()["groups"]
     # Free choice would take a few of the n-grams' nodes, each of which costs a tenth of a round.
     assert group["arms"]["tree@lookup"]["nodes"] > 20
+
+
+def test_a_drafter_that_costs_next_to_nothing_drafts_in_every_tree(model, prompts, greedy):
+    for cost, arms in (
+        (0.0001, ["tree@scripted+lookup", "tree@lookup", "chain@scripted", "chain@lookup", "off"]),
+        (
+            0.002,
+            ["tree@scripted+lookup", "tree@scripted", "tree@lookup", "chain@scripted", "chain@lookup", "off"],
+        ),
+    ):
+        policy = Policy(latency(lookup=cost))
+        policy.plan([Request("auto", "auto", ("scripted", "lookup"))], [10])
+        (group,) = policy.state()["groups"]
+        assert list(group["arms"]) == arms
+
+
+def test_what_leaves_out_one_of_several_drafters_is_foretold_of_their_merged_trees(model, prompts, greedy):
+    drafters = Scripted(greedy, reach=4), Scripted(greedy, reach=1), Lookup(vocab_size=tiny.VOCAB)
+    drafters[1].name = "short"
+    names = ("scripted", "short", "lookup")
+    engine = engine_with(model, Policy(latency(names=names, lookup=0.0001)), *drafters)
+    sequence = engine.add(prompts[0], GREEDY, method="auto", budget="auto")
+    run(engine)
+    assert sequence.tokens == greedy[0]
+    arms = engine.policy.state()["groups"][0]["arms"]
+    told = {name: arms[name]["tokens_per_round"] for name in ("tree@scripted+lookup", "tree@short+lookup")}
+    assert told["tree@scripted+lookup"] > told["tree@short+lookup"] > 1
+
+
+def test_a_drafter_that_catches_up_is_not_timed():
+    """What it takes in after a pause, or after a prompt, says nothing of its rounds."""
+    policy = Policy(latency())
+    both, lookup = Arm("tree", ("scripted", "lookup")), Arm("tree", ("lookup",))
+    tree = DraftTree(
+        torch.tensor([[5, 6]]),
+        torch.tensor([[0, 0]]),
+        torch.tensor([[0, 1]]),
+        torch.tensor([[0.0, -0.1]]),
+        [2],
+    )
+
+    def play(arm, draft, fresh=False):
+        policy.plan([Request("auto", "auto", ("scripted", "lookup"))], [10], [fresh])
+        policy._round.choices = [Choice(arm, 1)]
+        policy.cut(tree)
+        seconds = {"draft": draft, "build": 0.0, "verify": 0.02, "walk": 0.0001, "commit": 0.0001}
+        policy.learn(tree, [[0, 1]], [[6, 7]], seconds)
+
+    settled = 0.002
+    for _ in range(8):
+        play(lookup, settled)
+        play(both, 0.05)
+        play(both, settled, fresh=True)
+    factors = policy.latency.drift
+    assert "draft lookup scripted" not in factors
 
 
 def test_requests_of_other_depths_have_figures_of_their_own(model, prompts, greedy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +30,7 @@ class Arm:
 OFF = Arm("off")
 
 
-def arms_for(method: AutoMethod, members: Sequence[str]) -> list[Arm]:
+def arms_for(method: AutoMethod, members: Sequence[str], free: Collection[str] = ()) -> list[Arm]:
     """The arms of a request, the full one first: every drafter.
 
     A request that fixes its method still has "off": a budget of none. A chain is one drafter's, and so there is no
@@ -39,12 +39,13 @@ def arms_for(method: AutoMethod, members: Sequence[str]) -> list[Arm]:
     Args:
         method: as the request asks.
         members: the drafters that may draft for it; several have an arm each beside the one of all.
+        free: drafters that cost next to nothing, and so draft in every tree.
     """
     own = tuple(members)
     if method == "off" or not own:
         return [OFF]
     if method != "auto":
         return [Arm(method, own), OFF]
-    full = [Arm("tree", own)]
-    alone = [Arm(way, (name,)) for way in ("tree", "chain") for name in own]
-    return [*full, *(arm for arm in alone if arm not in full), OFF]
+    trees = [Arm("tree", tuple(name for name in own if name == asked or name in free)) for asked in own]
+    chains = [Arm("chain", (name,)) for name in own]
+    return list(dict.fromkeys([Arm("tree", own), *trees, *chains, OFF]))

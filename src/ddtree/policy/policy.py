@@ -17,7 +17,7 @@ from ddtree.policy.controller import Controller, Made
 from ddtree.policy.costs import Costs, marked
 from ddtree.policy.foretell import outcome
 from ddtree.policy.latency import LatencyModel
-from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
+from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, merge
 
 Proposals = Sequence[tuple[str, DraftTree]]
 
@@ -25,6 +25,7 @@ _LEAST_CAP = 8
 _FIRST_CAP = 16
 _KINDS = 256  # of requests, under loads, that have a controller of their own
 _SAFE = 0.7  # a drafter's probability may be too low by so much
+_FREE = 0.03  # of verifying the root alone: a drafter that takes no more drafts in every tree
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Policy:
         self.acceptance = dict(acceptance or {})
         self._groups: dict[tuple[Request, int], _Group] = {}
         self._round: _Round | None = None
+        self._drafted: frozenset[str] = frozenset()  # the drafters of the last round
 
     def plan(
         self, requests: Sequence[Request], contexts: Sequence[int], fresh: Sequence[bool] = ()
@@ -101,7 +103,7 @@ class Policy:
                 groups[request].controller.renew(1 / len(requests))
         chosen = {request: group.choose() for request, group in groups.items()}
         choices = [chosen.get(request) or request.fixed() for request in requests]
-        self._round = _Round(list(requests), choices, groups, context)
+        self._round = _Round(list(requests), choices, groups, context, any(fresh))
         return choices
 
     def cut(
@@ -170,7 +172,11 @@ class Policy:
         assert now is not None
         rows, width = len(paths), max(tree.sizes)
         names = _names(choice.arm for choice in now.choices)
-        self._time(now, names, rows, width, seconds)
+        # A drafter that paused, or has a prompt before it, first takes in what was committed meanwhile.
+        settled = self._drafted.issuperset(names) and not now.fresh
+        self._drafted = frozenset(names)
+        if settled:
+            self._time(now, names, rows, width, seconds)
         for request, group in now.groups.items():
             mine = [row for row, asked in enumerate(now.requests) if asked == request and now.whole[row]]
             if not mine:
@@ -184,7 +190,7 @@ class Policy:
             if arm != OFF:
                 for row in mine:
                     self._acceptance(arm, request).play(tree.sizes[row] - 1, len(paths[row]) - 1)
-            if len(mine) == rows:
+            if len(mine) == rows and settled:
                 predicted = self.costs.round(width - 1, rows, now.context, arm.members, now.sampled)
                 group.controller.time(arm, sum(seconds[part] for part in _ROUND) / predicted)
         if width > 1:
@@ -193,29 +199,31 @@ class Policy:
     def _foretold(
         self, now: _Round, controller: Controller, rows: Sequence[int], answers: Sequence[Sequence[int]]
     ) -> dict[Arm, Made]:
-        """What arms of a single drafter would have made, each with the nodes that pay for it."""
+        """What the other arms would have made, each with the nodes that pay for it."""
         played = now.choices[rows[0]].arm
         if not controller.curious(played):
             return {}
         foretold = {}
-        for name, tree in now.proposals():
-            for arm in controller.figures:
-                if arm == played or arm.members != (name,):
-                    continue
-                outcomes = [outcome(tree, row, answers[row], arm.method == "chain") for row in rows]
-                known = self._acceptance(arm, now.requests[rows[0]])
-                widest = max(len(own.depths) for own in outcomes)
-                probabilities = np.zeros((len(rows), widest))
-                for own, line in zip(outcomes, probabilities, strict=True):
-                    line[: len(own.depths)] = known.calibrated(own.logprobs, own.depths)
-                    known.learn(own.logprobs, own.depths, own.accepted)
-                seconds = self.costs.rounds(widest, len(rows), now.context, (name,), now.sampled)
-                expected = gains(probabilities)
-                fixed = now.requests[rows[0]].budget != "auto"
-                width = widest if fixed else best_width(expected, seconds, now.rate())
-                made = sum(1 + int(own.accepted[:width].sum()) for own in outcomes) / len(rows)
-                nodes = sum(min(width, len(own.depths)) for own in outcomes) / len(rows)
-                foretold[arm] = Made(made, nodes, float(expected[width]) / len(rows))
+        proposed = dict(now.proposals())
+        for arm in controller.figures:
+            if arm in (OFF, played) or not proposed.keys() >= set(arm.members):
+                continue
+            trees = [proposed[name] for name in arm.members]
+            tree = trees[0] if len(trees) == 1 else merge(trees, [size - 1 for size in trees[0].sizes])
+            outcomes = [outcome(tree, row, answers[row], arm.method == "chain") for row in rows]
+            known = self._acceptance(arm, now.requests[rows[0]])
+            widest = max(len(own.depths) for own in outcomes)
+            probabilities = np.zeros((len(rows), widest))
+            for own, line in zip(outcomes, probabilities, strict=True):
+                line[: len(own.depths)] = known.calibrated(own.logprobs, own.depths)
+                known.learn(own.logprobs, own.depths, own.accepted)
+            seconds = self.costs.rounds(widest, len(rows), now.context, arm.members, now.sampled)
+            expected = gains(probabilities)
+            fixed = now.requests[rows[0]].budget != "auto"
+            width = widest if fixed else best_width(expected, seconds, now.rate())
+            made = sum(1 + int(own.accepted[:width].sum()) for own in outcomes) / len(rows)
+            nodes = sum(min(width, len(own.depths)) for own in outcomes) / len(rows)
+            foretold[arm] = Made(made, nodes, float(expected[width]) / len(rows))
         return foretold
 
     def state(self) -> dict[str, Any]:
@@ -239,11 +247,12 @@ class Policy:
     def _group(self, request: Request, load: int, rows: int, context: float) -> _Group:
         key = (request, load)
         if key not in self._groups:
-            self._groups[key] = _Group(self, request)
+            arms = arms_for(request.method, request.members, self._free(request, rows, context))
+            self._groups[key] = _Group(self, request, arms)
             self._groups[key].controller.recall(
                 {
                     arm: known
-                    for arm in arms_for(request.method, request.members)
+                    for arm in arms
                     if (known := self.acceptance.get(_named(arm, request))) is not None
                 }
             )
@@ -253,6 +262,16 @@ class Policy:
             del self._groups[next(iter(self._groups))]
         group.rows, group.context = rows, context
         return group
+
+    def _free(self, request: Request, rows: int, context: float) -> list[str]:
+        """The drafters that cost next to nothing."""
+        least = _FREE * self.costs.verify(0, rows, context)
+        draft = self.costs.draft
+        return [
+            name
+            for name in request.members
+            if draft(_LEAST_CAP, rows, context, (name,), request.sampled) < least
+        ]
 
     def _probabilities(self, now: _Round, row: int) -> NDArray[np.float64]:
         """float64 [N - 1]: calibrated, of the nodes besides the root; 0 for padding."""
@@ -300,14 +319,14 @@ _ROUND = ("draft", "build", "verify", "walk", "commit")
 class _Group:
     """Rows of one kind under one load: their controller, and how large a tree is worth drafting."""
 
-    def __init__(self, policy: Policy, request: Request) -> None:
+    def __init__(self, policy: Policy, request: Request, arms: Sequence[Arm]) -> None:
         self.rows, self.context = 1, 0.0
         self._fixed = None if request.budget == "auto" else request.budget
         self._cap = _FIRST_CAP
         self._lately = 0.0
         self._floor = -math.inf
         self.controller = Controller(
-            arms_for(request.method, request.members),
+            arms,
             lambda arm, nodes: policy.costs.round(
                 round(nodes), self.rows, self.context, arm.members, request.sampled
             ),
@@ -334,6 +353,7 @@ class _Round:
     choices: list[Choice]
     groups: dict[Request, _Group]
     context: float
+    fresh: bool
     proposals: Callable[[], Proposals] = tuple
     expected: Sequence[float] = ()
     sizes: Sequence[int] = (1,)
