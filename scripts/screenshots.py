@@ -20,8 +20,10 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 CHAT = "Write a Python function that returns the n-th Fibonacci number."
 RACE = "List the months of the year with the number of days in each."
+BUDGET = "6"  # a place on the slider: 12 nodes, so that there is a tree to see
 PATIENCE = 300_000  # ms
-COLOURS = 96  # of a picture: flat areas and text need no more
+MARGIN = 12  # pixels
+COLOURS = 256  # of a picture: flat areas and text need no more
 
 
 def main() -> None:
@@ -40,11 +42,22 @@ def main() -> None:
             page = context.new_page()
             page.goto(asked.address)
             expect(page.locator("#link")).to_have_text("live")
+            page.click("#methods label:has-text('auto')")
             race(page)
             if name == "wide":
-                save(page, asked.folder / "dashboard-race.png")
+                save(page, asked.folder / "dashboard-race.png", "body", "#playground")
+            page.click("#methods label:has-text('tree')")
+            page.uncheck("#budget-auto")
+            page.fill("#budget", BUDGET)
+            expect(page.locator("#drafting-note")).to_have_text("In use from the next round on.")
             chat(page)
-            save(page, asked.folder / f"dashboard-{name}.png", whole=name == "wide")
+            if name == "wide":
+                save(page, asked.folder / "dashboard-wide.png", "body", "#live")
+            else:
+                save(page, asked.folder / "dashboard-narrow.png", "#playground", "#last-round")
+            page.check("#budget-auto")
+            page.click("#methods label:has-text('auto')")
+            expect(page.locator("#budget-value")).to_have_text("auto")
             context.close()
         browser.close()
 
@@ -76,9 +89,13 @@ def chat(page: Page) -> None:
     expect(page.locator("#rows")).to_have_text("0")
 
 
-def save(page: Page, path: Path, whole: bool = False) -> None:
-    """Write the page, or what of it is in view, as a small PNG."""
-    taken = Image.open(io.BytesIO(page.screenshot(full_page=whole))).convert("RGB")
+def save(page: Page, path: Path, first: str, last: str) -> None:
+    """Write the page from the start of one element to the end of another as a small PNG."""
+    taken = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+    edges = "([one, other]) => [[one, 'top'], [other, 'bottom']].map(([name, edge]) => "
+    edges += "document.querySelector(name).getBoundingClientRect()[edge] + scrollY)"
+    top, bottom = page.evaluate(edges, [first, last])
+    taken = taken.crop((0, max(0, int(top) - MARGIN), taken.width, min(taken.height, int(bottom) + MARGIN)))
     taken.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
     print(path, f"{taken.width} x {taken.height}", f"{path.stat().st_size / 1000:.0f} kB")
 

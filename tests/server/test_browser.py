@@ -219,6 +219,10 @@ def test_a_key_is_asked_for_and_used(model, browser):
     with served(model, api_keys=("sesame",)) as (_, address):
         page.goto(address + "/")
         playwright.expect(page.locator("#link")).to_contain_text("API key")
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator("#link")).to_contain_text("refuses this API key")
+        playwright.expect(page.locator("#key-box")).to_have_attribute("open", "")
         page.fill("#key", "sesame")
         page.keyboard.press("Enter")
         playwright.expect(page.locator("#link")).to_have_text("live")

@@ -72,6 +72,7 @@ byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   key.set(field.value.trim());
   byId("key-box").open = false;
+  connection = { up: false, message: "Connecting." }; // a key that is refused is asked for again
   again();
 });
 

@@ -56,7 +56,7 @@ export async function ask(path, { body, signal } = {}) {
 }
 
 async function complaint(response) {
-  if (response.status === 401) return "The server wants an API key: enter it at the top.";
+  if (response.status === 401) return `The server ${key.get() ? "refuses this" : "wants an"} API key: enter ${key.get() ? "another" : "it"} at the top.`;
   const text = await response.text().catch(() => "");
   try {
     const { error, detail } = JSON.parse(text);

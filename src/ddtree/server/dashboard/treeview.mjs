@@ -38,6 +38,7 @@ export class TreeView {
     byId("earlier").disabled = !round || at === 0 || rounds.length < 2;
     byId("later").disabled = !this.#held || at === rounds.length - 1;
     if (!round) return;
+    byId("tree-title").textContent = round === rounds.at(-1) ? "Draft tree of the last round" : "Draft tree of an earlier round";
     byId("rounds-box").hidden = false;
     strip(byId("rounds"), { rounds, shown: round, choose: (one) => this.#look(one) });
     if (round === this.#shown) return;
