@@ -198,7 +198,7 @@ def test_the_middleware_refuses_in_openais_form():
 def test_the_counters_of_all_engines_are_summed():
     class Core:
         async def call_utility_all_async(self, *call):
-            assert call[:2] == ("collective_rpc", "ddtree_metrics")
+            assert call[:2] == ("collective_rpc", "ddtree_counters")
             own = {"nodes": 3, "tau": 1.5, "arms": {"off": 1, 'a"b': 2}}
             return [[own, own], [{"nodes": 4, "arms": {"off": 1}}]]
 
@@ -207,7 +207,7 @@ def test_the_counters_of_all_engines_are_summed():
     lines = got.decode().splitlines()
     assert status == 200
     assert "ddtree_vllm_nodes_total 7" in lines
-    assert 'ddtree_vllm_arms_total{arms="off"} 2' in lines
-    assert 'ddtree_vllm_arms_total{arms="a\\"b"} 2' in lines
+    assert 'ddtree_vllm_arms_total{arm="off"} 2' in lines
+    assert 'ddtree_vllm_arms_total{arm="a\\"b"} 2' in lines
     assert "# TYPE ddtree_vllm_nodes_total counter" in lines
     assert not any("tau" in line for line in lines)

@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-METHOD = "ddtree_metrics"
+METHOD = "ddtree_counters"
 """Of the worker."""
 PREFIX = "ddtree_vllm_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Counters = Mapping[str, float | Mapping[str, float]]
 
-_ABOUT = {
-    "rounds": "Steps of single requests that verified something, drafted or not.",
-    "nodes": "Drafted nodes verified; a tree counts each of its own.",
-    "accepted": "Drafted nodes accepted.",
-    "accepted_depth": "Rounds by how many drafted nodes were accepted.",
-    "arms": "Rounds by the way they were drafted for.",
-    "seconds": "Where the worker's time went.",
+# Each with its label, where it has one.
+_KNOWN = {
+    "steps": ("Verifications of a request, drafted for or not.", None),
+    "drafted_steps": ("Verifications of a request that had drafted nodes.", None),
+    "nodes": ("Drafted nodes verified; all branches of a tree count.", None),
+    "accepted": ("Drafted nodes accepted.", None),
+    "accepted_per_depth": ("Accepted nodes by their depth in the tree.", "depth"),
+    "arms": ("Verifications of a request by the way it was drafted for.", "arm"),
+    "seconds": ("Where the worker's time went.", "part"),
 }
 
 
@@ -38,11 +40,11 @@ async def gather(engine_client: Any) -> dict[str, Any]:
 
 
 def summed(parts: Sequence[Counters]) -> dict[str, Any]:
-    """Counters added up by name and label; what else the worker tells, such as means, is left out."""
+    """Counters added up by name and label; what else the worker tells is left out."""
     total: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
-            if name not in _ABOUT:
+            if name not in _KNOWN:
                 continue
             if isinstance(value, Mapping):
                 inner = total.setdefault(name, {})
@@ -54,17 +56,18 @@ def summed(parts: Sequence[Counters]) -> dict[str, Any]:
 
 
 def text(found: Counters) -> str:
-    """In Prometheus' text format."""
+    """Summed counters in Prometheus' text format."""
     lines = []
     for name, value in found.items():
+        about, label = _KNOWN[name]
         full = f"{PREFIX}{name}_total"
-        lines += [f"# HELP {full} {_ABOUT[name]}", f"# TYPE {full} counter"]
+        lines += [f"# HELP {full} {about}", f"# TYPE {full} counter"]
         if isinstance(value, Mapping):
-            lines += [f'{full}{{{name}="{_escaped(label)}"}} {number}' for label, number in value.items()]
+            lines += [f'{full}{{{label}="{_escaped(key)}"}} {number}' for key, number in value.items()]
         else:
             lines.append(f"{full} {value}")
     return "\n".join([*lines, ""])
 
 
-def _escaped(label: object) -> str:
-    return str(label).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _escaped(key: object) -> str:
+    return str(key).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
