@@ -11,7 +11,7 @@ import torch
 
 from ddtree.train.group import Group, gradients, local_device
 
-_HERE = Path(__file__).parent
+HERE = Path(__file__).parent
 _SCRIPT = """
 import sys
 import torch
@@ -42,9 +42,17 @@ group.leave()
 """
 
 
+def network():
+    """What a launcher tells two processes that shall meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+
+
 def start(work, accumulate, **environment):
     code = [sys.executable, "-c", _SCRIPT, str(work), str(accumulate)]
-    paths = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         code, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
     )
@@ -55,11 +63,8 @@ def test_two_processes_do_what_one_does_in_two_passes(tmp_path):
     import test_train_heads as shared
 
     shared.write_answers(tmp_path / "answers")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    running = [start(tmp_path, 1, RANK=str(rank), **network) for rank in range(2)]
+    meeting = network()
+    running = [start(tmp_path, 1, RANK=str(rank), **meeting) for rank in range(2)]
     running.append(start(tmp_path, 2))
     assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
     alone, loss, chain = torch.load(tmp_path / "weights1-0.pt")

@@ -201,11 +201,13 @@ class DFlashNet(nn.Module):
                 and causal layers narrow it further, by position.
         """
         rotation = self._rotation(context_positions, context.dtype)
-        injected = [attention.keys_values(context, rotation) for attention in self._attentions()]
+        attentions = self._attentions()
         shared = len(x) // len(context)
 
         def join(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            before, values_before = (part.repeat_interleave(shared, 0) for part in injected[index])
+            # Here, inside the layer's own pass: that is when a sharded layer's weights are there.
+            injected = attentions[index].keys_values(context, rotation)
+            before, values_before = (part.repeat_interleave(shared, 0) for part in injected)
             return torch.cat([before, keys], dim=2), torch.cat([values_before, values], dim=2)
 
         key_positions = torch.cat([context_positions.repeat_interleave(shared, 0), positions], dim=1)

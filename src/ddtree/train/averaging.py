@@ -49,5 +49,8 @@ class Average:
             mean.copy_(saved)
 
     def _swap(self) -> None:
-        for index, weight in enumerate(self._weights):
-            weight.data, self._means[index] = self._means[index], weight.data
+        # The values, since a sharded weight's storage is not its own.
+        for weight, mean in zip(self._weights, self._means, strict=True):
+            own = weight.detach().clone()
+            weight.detach().copy_(mean)
+            mean.copy_(own)

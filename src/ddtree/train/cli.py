@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ddtree.pretrained import load_causal_lm
+from ddtree.pretrained import choose_device, load_causal_lm
 from ddtree.progress import ProgressLine
 from ddtree.target import Target
 from ddtree.train import export as exporting
 from ddtree.train import figures, fit_heads, fitting
 from ddtree.train import synthesize as synthesizing
 from ddtree.train.data import Corpus
-from ddtree.train.group import Group, local_device
+from ddtree.train.group import Group, fsdp_asked, local_device
 from ddtree.train.initial import feature_layers
 from ddtree.train.plot import plot
+from ddtree.train.sharding import alone, shard_target
 
 STEPS = ("synthesize", "features", "fit", "heads", "evaluate", "export", "plot")
 _WITHOUT_TARGET = {"export", "plot"}
@@ -34,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cuda, mps or cpu (default: cpu)")
     parser.add_argument("--dtype", help="of the target: bfloat16 or float32 (default: the checkpoint's own)")
+    parser.add_argument(
+        "--fsdp",
+        action="store_true",
+        help="shard the target, and in `fit` the drafter and its optimizer, over the processes of torchrun or "
+        "accelerate launch",
+    )
     synthesizing.add_arguments(parser)
     fitting.add_arguments(parser)
     fit_heads.add_arguments(parser)
@@ -46,20 +54,32 @@ def run(args: argparse.Namespace) -> int:
     if args.step == "all":
         apart = {"features", "plot"} if args.heads else {"features", "heads", "plot"}
         steps = [step for step in STEPS if step not in apart]
-    target = None if set(steps) <= _WITHOUT_TARGET else _target(args)
-    group = Group.join(torch.device(args.device) if target is None else target.device)
+    device = choose_device(local_device(args.device))
+    sharded = fsdp_asked(args.fsdp, device)
+    loaded = None
+    if not set(steps) <= _WITHOUT_TARGET:
+        # Before the processes meet: then transformers may leave the loading to the first of them.
+        loaded = load_causal_lm(args.target, "cpu" if sharded else device, args.dtype)
+    group = Group.join(device, sharded)
     try:
+        target = _target(*loaded, device, sharded) if loaded else None
         for step in steps:
-            if step in _TOGETHER or group.main:
+            if step in _TOGETHER:
                 _step(step, args, target, group)
+            else:
+                with alone(group, target) as main:
+                    if main:
+                        _step(step, args, target, group)
             group.wait()
     finally:
         group.leave()
     return 0
 
 
-def _target(args: argparse.Namespace) -> Target:
-    return Target(*load_causal_lm(args.target, local_device(args.device), args.dtype))
+def _target(model: Any, tokenizer: Any, device: torch.device, sharded: bool) -> Target:
+    if sharded:
+        shard_target(model, device)
+    return Target(model, tokenizer, graphs=not sharded)
 
 
 def _step(step: str, args: argparse.Namespace, target: Target | None, group: Group) -> None:

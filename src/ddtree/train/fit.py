@@ -24,6 +24,7 @@ from ddtree.train.group import Group, gradients
 from ddtree.train.log import Log
 from ddtree.train.objective import Objective, Sums
 from ddtree.train.schedule import Clock, learning_rate
+from ddtree.train.sharding import is_sharded, parts, whole
 from ddtree.train.whole import written_whole
 
 _BETAS = (0.9, 0.95)
@@ -250,7 +251,7 @@ class Fit:
         passes.close()
         for name, module in self.job.modules.items():
             best = torch.load(self._folder / f"{name}.pt", map_location="cpu", weights_only=True)
-            module.load_state_dict(best)
+            module.load_state_dict(parts(best, module.state_dict()))
         return self.best
 
     @torch.no_grad()
@@ -264,15 +265,14 @@ class Fit:
                 stack.enter_context(average.in_place())
             for module in modules:
                 module.eval()
-            for number, batch in enumerate(self._batches.held_out(every, self._config.look_at)):
-                if number % self._group.size == self._group.rank or not names:
-                    moved = batch.to(self._device)
-                    sums = self.job.measure(moved, self._features_of(moved))
-                    own = torch.stack([part.values for part in sums.values()])
-                    if not names:
-                        names, totals = list(sums), torch.zeros_like(own)
-                    if number % self._group.size == self._group.rank:
-                        totals += own
+            for batch, counts in self._shares(self._batches.held_out(every, self._config.look_at)):
+                moved = batch.to(self._device)
+                sums = self.job.measure(moved, self._features_of(moved))
+                own = torch.stack([part.values for part in sums.values()])
+                if not names:
+                    names, totals = list(sums), torch.zeros_like(own)
+                if counts:
+                    totals += own
         for module in modules:
             module.train()
         self._group.add([totals])
@@ -292,7 +292,8 @@ class Fit:
             batch = next(passes).to(self._device)
             sums = self.job.train(batch, self._features_of(batch))
             totals += torch.stack([sums[name].values for name in modules])
-        group.add([totals, *(gradient for module in modules.values() for gradient in gradients(module))])
+        found = [gradient for module in modules.values() for gradient in gradients(module)]
+        group.add([totals, *(gradient for gradient in found if not is_sharded(gradient))])
         for own, module in zip(totals, modules.values(), strict=True):
             weight = own[2].clamp(min=1e-9)
             for gradient in gradients(module):
@@ -318,6 +319,16 @@ class Fit:
             yield number * group.size + group.rank
             number += 1
 
+    def _shares(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
+        """This process's share, as many for each; where that is one too many, a batch comes that does not count."""
+        group, number, own = self._group, -1, None
+        for number, batch in enumerate(batches):
+            own = batch if own is None else own
+            if number % group.size == group.rank:
+                yield batch, True
+        if own is not None and group.rank > number % group.size:
+            yield own, False
+
     def _over(self) -> bool:
         config, over = self._config, self._clock.over(self.step)
         if config.minutes is not None:
@@ -339,24 +350,28 @@ class Fit:
             if name in self.best and look[name].loss >= self.best[name].loss:
                 continue
             self.best[name], self._stale = look[name], 0
-            if self._group.main:
-                with ExitStack() as stack:
-                    if self._averages:
-                        stack.enter_context(self._averages[name].in_place())
-                    _save(module.state_dict(), self._folder / f"{name}.pt")
-        if self._group.main:
-            state = {
-                "settings": self._settings(),
-                "step": self.step,
-                "seconds": self._clock.seconds,
-                "stale": self._stale,
-                "best": {name: [best.loss, best.chain] for name, best in self.best.items()},
-                "modules": {name: module.state_dict() for name, module in self.job.modules.items()},
-                "optimizer": self._optimizer.state_dict(),
-                "averages": {name: average.state() for name, average in self._averages.items()},
-            }
-            _save(state, self._folder / STATE)
+            with ExitStack() as stack:
+                if self._averages:
+                    stack.enter_context(self._averages[name].in_place())
+                self._save(module.state_dict(), f"{name}.pt")
+        state = {
+            "settings": self._settings(),
+            "step": self.step,
+            "seconds": self._clock.seconds,
+            "stale": self._stale,
+            "best": {name: [best.loss, best.chain] for name, best in self.best.items()},
+            "modules": {name: module.state_dict() for name, module in self.job.modules.items()},
+            "optimizer": self._optimizer.state_dict(),
+            "averages": {name: average.state() for name, average in self._averages.items()},
+        }
+        self._save(state, STATE)
         self._group.wait()
+
+    def _save(self, state: dict[str, Any], name: str) -> None:
+        state = whole(state, self._group.main)
+        if self._group.main:
+            with written_whole(self._folder / name) as partial:
+                torch.save(state, partial)
 
     def _resume(self) -> None:
         self._clock.start(0.0)
@@ -369,10 +384,10 @@ class Fit:
         self.step, self._stale = state["step"], state["stale"]
         self.best = {name: HeldOut(*values) for name, values in state["best"].items()}
         for name, module in self.job.modules.items():
-            module.load_state_dict(state["modules"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
+            module.load_state_dict(parts(state["modules"][name], module.state_dict()))
+        self._optimizer.load_state_dict(_moments(state["optimizer"], self._optimizer))
         for name, average in self._averages.items():
-            average.load(state["averages"][name])
+            average.load(parts(state["averages"][name], average.state()))
         self._clock.start(state["seconds"])
 
     def _settings(self) -> str:
@@ -391,6 +406,11 @@ def _line(progress: Progress, rate: float) -> dict[str, float]:
     return line
 
 
-def _save(value: Any, path: Path) -> None:
-    with written_whole(path) as partial:
-        torch.save(value, partial)
+def _moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's saved state, each moment sharded as its weight is."""
+    weights = [weight for settings in optimizer.param_groups for weight in settings["params"]]
+    state = {
+        index: {name: parts(v, weights[index]) if v.ndim else v for name, v in moments.items()}
+        for index, moments in saved["state"].items()
+    }
+    return {**saved, "state": state}

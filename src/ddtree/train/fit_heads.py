@@ -31,6 +31,7 @@ from ddtree.train.group import Group
 from ddtree.train.heads_job import HeadsJob
 from ddtree.train.objective import LOSSES, Vocabulary
 from ddtree.train.reporting import run_fit
+from ddtree.train.sharding import alone
 
 # What each head learns by default. A head sees the path, so the target's distribution there is its label; Domino's
 # published recipe takes the tokens that came.
@@ -87,6 +88,15 @@ def fit_heads(args: argparse.Namespace, target: Target, group: Group) -> None:
     teacher = teacher_of(args, target, corpus, shape.target_layer_ids, group)
     fit = Fit(job, corpus, args.work / HEADS, config, target.device, teacher, group)
     best = run_fit(fit, "heads", config, group)
+    couplings = dict.fromkeys(heads, found.layout.coupling)
+    with alone(group, target) as main:
+        if main and args.traces:
+            backbone = backbone_of(read(args.work / DRAFTER), target)
+            for kind, head in heads.items():
+                drafter = with_head(backbone, copy.deepcopy(head), PLAIN)
+                assert isinstance(drafter, FirstOrder | Domino)
+                coupled = couple(target, drafter, corpus, args.traces)
+                couplings[kind] = (coupled.beta, coupled.kappa)
     if not group.main:
         return
     summary: dict[str, Any] = {
@@ -95,17 +105,10 @@ def fit_heads(args: argparse.Namespace, target: Target, group: Group) -> None:
         "machine": exporting.machine(target.device),
         "heads": {},
     }
-    backbone = backbone_of(read(args.work / DRAFTER), target)
     for kind, head in heads.items():
-        coupling = found.layout.coupling
-        if args.traces:
-            drafter = with_head(backbone, copy.deepcopy(head), PLAIN)
-            assert isinstance(drafter, FirstOrder | Domino)
-            coupled = couple(target, drafter, corpus, args.traces)
-            coupling = (coupled.beta, coupled.kappa)
-        write_head(args.work / kind, head, coupling=coupling)
+        write_head(args.work / kind, head, coupling=couplings[kind])
         summary["heads"][kind] = {
-            "coupling": coupling,
+            "coupling": couplings[kind],
             **head.config(),
             "loss": objectives[kind].loss,
             "parameters": exporting.parameters(head),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.checkpoint import write
 from ddtree.drafters.dflash import DFlash
+from ddtree.drafters.dflash_net import DFlashNet
 from ddtree.drafters.domino import Domino
 from ddtree.drafters.firstorder import FirstOrder
 from ddtree.drafters.ngram_counts import build_table
@@ -32,6 +33,7 @@ from ddtree.train.group import Group
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
 from ddtree.train.objective import LOSSES, Vocabulary
 from ddtree.train.reporting import run_fit
+from ddtree.train.sharding import alone, shard, whole
 from ddtree.train.teacher import Teacher
 
 _CONVERSATIONS = {"cpu": 2}  # a CPU gains nothing from wide passes
@@ -141,15 +143,21 @@ def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
     mask = mask_token(target, corpus) if args.mask_token is None else args.mask_token
     shape = draft_config(target, layers, args.draft_layers, args.block, mask)
     [example] = corpus.examples(corpus.train[:1], target, layers)
-    network = initial_net(target, shape, example, args.seed).to(target.device)
+    network = initial_net(target, shape, example, args.seed)
     config = config_of(args, target.device)
     embedding = target.embed.weight.detach()  # type: ignore[operator]
     job = DrafterJob(network, Vocabulary(ids, weight), embedding, config.objective)
+    if group.sharded:
+        shard(job.run, network.layers, target.device)
+    else:
+        network.to(target.device)
     fitting = Fit(job, corpus, args.work / "fit", config, target.device, teacher, group)
     best = run_fit(fitting, "fit", config, group)[DRAFTER]
-    if not group.main:
-        return
     seconds = fitting.seconds
+    if group.sharded:
+        weights = whole(network.state_dict())
+        network = DFlashNet(shape).to(target.device)
+        network.load_state_dict(weights)
     recipe = {
         **asdict(config),
         "processes": group.size,
@@ -161,11 +169,14 @@ def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
         "held_out_chain": round(best.chain, 3),
     }
     coupling = PLAIN
-    if args.traces:
-        drafter = DFlash(Backbone(copy.deepcopy(network), target, draft_ids=ids))
-        coupled = couple(target, drafter, corpus, args.traces)
-        coupling = (coupled.beta, coupled.kappa)
-        recipe |= {"coupling_beta": round(coupled.beta, 4), "coupling_kappa": round(coupled.kappa, 4)}
+    with alone(group, target) as main:
+        if main and args.traces:
+            drafter = DFlash(Backbone(copy.deepcopy(network), target, draft_ids=ids))
+            coupled = couple(target, drafter, corpus, args.traces)
+            coupling = (coupled.beta, coupled.kappa)
+            recipe |= {"coupling_beta": round(coupled.beta, 4), "coupling_kappa": round(coupled.kappa, 4)}
+    if not group.main:
+        return
     write(args.work / DRAFTER, network, draft_ids=ids, coupling=coupling, dtype=torch.bfloat16)
     exporting.write_json(args.work / SUMMARY, summary(args, target, corpus, network, recipe, seconds))
     if args.table_megabytes:
@@ -181,9 +192,10 @@ def teacher_of(
         there = target.device.type == "cpu" or corpus.prepared(target, layers)
         mode = "cached" if there else "online"
     if mode == "online":
-        return Teacher(target, layers)
-    if group.main:
-        store_features(corpus, target, layers)
+        return Teacher(target, layers, group)
+    with alone(group, target) as main:
+        if main:
+            store_features(corpus, target, layers)
     group.wait()
     return None
 

@@ -7,9 +7,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed, nn
+
+from ddtree.errors import ConfigError
+
+_LONG = timedelta(days=30)  # some wait while the main process works alone
+# What accelerate's launcher may say of FSDP, where other values would be something else than what happens here.
+_LAUNCHER = {
+    "FSDP_SHARDING_STRATEGY": ("full_shard", "1"),
+    "FSDP_RESHARD_AFTER_FORWARD": ("true", "full_shard"),
+    "FSDP_OFFLOAD_PARAMS": ("false",),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("false",),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("false",),
+}
 
 
 class Group:
@@ -18,19 +31,23 @@ class Group:
     Attributes:
         rank: this process's number.
         size: how many there are.
+        sharded: whether each holds a part of the weights only.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, sharded: bool = False) -> None:
         self.rank = rank
         self.size = size
+        self.sharded = sharded
 
     @staticmethod
-    def join(device: torch.device) -> Group:
+    def join(device: torch.device, sharded: bool = False) -> Group:
         """Meet the other processes that the launcher started, if any."""
-        size = int(os.environ.get("WORLD_SIZE", "1"))
+        size = launched()
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
         if size > 1 and not distributed.is_initialized():
-            distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return Group(int(os.environ.get("RANK", "0")) if size > 1 else 0, size)
+            distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_LONG)
+        return Group(int(os.environ.get("RANK", "0")) if size > 1 else 0, size, sharded)
 
     @property
     def main(self) -> bool:
@@ -54,6 +71,14 @@ class Group:
         distributed.broadcast(shared, 0)
         return float(shared)
 
+    def most(self, value: int, device: torch.device) -> int:
+        """The largest value of a process, for all."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor(value, device=device)
+        distributed.all_reduce(shared, distributed.ReduceOp.MAX)
+        return int(shared)
+
     def wait(self) -> None:
         """Until all processes are here."""
         if self.size > 1:
@@ -68,6 +93,34 @@ def local_device(name: str) -> str:
     """A device of its own for each process on a machine, when the launcher started several."""
     own = os.environ.get("LOCAL_RANK")
     return f"cuda:{own}" if name == "cuda" and own is not None else name
+
+
+def launched() -> int:
+    """How many processes the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def fsdp_asked(option: bool, device: torch.device) -> bool:
+    """Whether weights shall be sharded: by the option, or by `accelerate launch --use_fsdp`.
+
+    Raises:
+        ConfigError: there is nothing to shard over, or the launcher asks for a kind of sharding that there is not.
+    """
+    by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
+    for name, accepted in _LAUNCHER.items() if by_launcher else ():
+        value = os.environ.get(name, accepted[0]).lower()
+        if value not in accepted:
+            raise ConfigError(
+                f"accelerate's launcher says {name}={value}, and only {accepted[0]} is supported: change its "
+                "configuration, or launch without FSDP and give --fsdp"
+            )
+    asked = option or by_launcher
+    if asked and (launched() == 1 or device.type not in ("cuda", "cpu")):
+        raise ConfigError(
+            f"FSDP shards over processes on GPUs or CPUs, here is {launched()} on {device.type}: start several with "
+            "torchrun or accelerate launch, or leave --fsdp out"
+        )
+    return asked
 
 
 def gradients(net: nn.Module) -> list[Tensor]:

@@ -11,6 +11,7 @@ from ddtree.drafters.dflash_net import DFlashConfig, DFlashNet
 from ddtree.errors import ConfigError
 from ddtree.target import Target
 from ddtree.train.data import Corpus, Example
+from ddtree.train.sharding import whole
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -106,5 +107,5 @@ def _copy(into: nn.Module, source: nn.Module | None) -> bool:
     weight = getattr(source, "weight", None)
     if weight is None or weight.shape != into.weight.shape:
         return False
-    into.weight.copy_(weight.float().cpu())  # type: ignore[operator]
+    into.weight.copy_(whole(weight.detach()).float().cpu())  # type: ignore[operator]
     return True

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ddtree.cache import KVCache
 from ddtree.target import Target
+from ddtree.train.group import Group
 from ddtree.train.record import Recorder
 
 _PASS_TOKENS = 65_536
@@ -20,11 +21,13 @@ class Teacher:
     Args:
         target: the target.
         layers: its feature layers.
+        group: the processes that compute features at once, each of its own texts.
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...]) -> None:
+    def __init__(self, target: Target, layers: tuple[int, ...], group: Group | None = None) -> None:
         self._target = target
         self._layers = layers
+        self._group = group or Group()
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Features [C, n, F + 1, H] of tokens int64 [C, n], on the target's device and in its dtype.
@@ -32,9 +35,13 @@ class Teacher:
         Texts are padded at their end and attention is causal: padding changes nothing before it.
         """
         rows = max(1, _PASS_TOKENS // tokens.shape[1])
-        if len(tokens) <= rows:
-            return self._pass(tokens)
-        return torch.cat([self._pass(part) for part in tokens.split(rows)])
+        texts = tokens.split(rows)
+        # Layers of a sharded target run in all processes or in none.
+        most = self._group.most(len(texts), tokens.device) if self._group.sharded else len(texts)
+        found = [self._pass(part) for part in texts]
+        for _ in range(len(texts), most):
+            self._pass(tokens[:1, :1])
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _pass(self, tokens: Tensor) -> Tensor:
         cache = _Unkept(len(tokens))
