@@ -16,6 +16,7 @@ from ddtree.server.drafting import Drafting
 from ddtree.server.service import Service
 
 playwright = pytest.importorskip("playwright.sync_api")
+LANES = ("on", "off")
 PATIENCE = 60_000  # ms; machines that build things are slow at times
 playwright.expect.set_options(timeout=PATIENCE)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -29,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model():
-    with ddtree.load(talker.model(), tokenizer=talker.tokenizer(), max_rows=4) as model:
+    with ddtree.load(talker.model(), tokenizer=talker.tokenizer(), max_rows=4, prefix_bytes=1 << 24) as model:
         yield model
 
 
@@ -114,6 +115,10 @@ def test_a_race_gives_the_same_text_twice(page):
     playwright.expect(page.locator("#race-note")).to_contain_text("Same text")
     assert page.inner_text("#race-on") == page.inner_text("#race-off") != ""
     assert page.locator("#race-chart .line").count() == 2
+    cached = [
+        re.search(r"(\d+) prompt tokens cached", page.inner_text(f"#race-{lane}-figures")) for lane in LANES
+    ]
+    assert cached[0] and cached[1] and cached[0][1] == cached[1][1]  # no head start
     playwright.expect(page.locator("#gain")).to_have_text(re.compile(r"^[\d.]+×$"))
     playwright.expect(page.locator("#tpot-chart .reference")).to_have_count(1)
 

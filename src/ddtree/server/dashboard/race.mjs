@@ -3,7 +3,7 @@
 import { parting } from "./answer.mjs";
 import { swap } from "./busy.mjs";
 import { fromStart } from "./charts.mjs";
-import { byId } from "./dom.mjs";
+import { byId, el } from "./dom.mjs";
 import { figure, plural, seconds } from "./format.mjs";
 import { run, tell } from "./run.mjs";
 import { gapAt } from "./tie.mjs";
@@ -55,15 +55,10 @@ export class Race {
     byId("race-result").hidden = false;
     this.#busy(new AbortController());
     const answers = {};
+    const body = { model: this.#model(), messages: [{ role: "user", content: words }], ...fields };
     const go = async (lane) => {
-      const body = {
-        model: this.#model(),
-        messages: [{ role: "user", content: words }],
-        ...fields,
-        ddtree: overrides[lane],
-      };
       byId(`race-${lane}-figures`).textContent = "running…";
-      answers[lane] = await run(body, byId(`race-${lane}`), this.#control.signal, (answer) => {
+      answers[lane] = await run({ ...body, ddtree: overrides[lane] }, byId(`race-${lane}`), this.#control.signal, (answer) => {
         answers[lane] = answer;
         tell(byId(`race-${lane}-figures`), answer);
         this.#draw(answers);
@@ -71,7 +66,11 @@ export class Race {
       tell(byId(`race-${lane}-figures`), answers[lane]);
     };
     try {
-      if (byId("race-at-once").checked) {
+      // The prompt is read beforehand: else whoever comes second finds it in the prefix cache, and has a head start.
+      this.#say("Reading the prompt…");
+      await run({ ...body, max_tokens: 1, ddtree: overrides.on }, el("div"), this.#control.signal);
+      if (this.#control.signal.aborted) this.#say("Stopped.");
+      else if (byId("race-at-once").checked) {
         this.#say("Both are running, and share the machine.");
         await Promise.all(LANES.map(go));
       } else {
