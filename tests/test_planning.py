@@ -12,6 +12,7 @@ from ddtree.policy import OFF, Arm, Choice, Request
 from ddtree.sampling import Sampler, SamplingParams
 from ddtree.sequence import Sequence
 from ddtree.stats import Clock
+from ddtree.target import Target
 from scripted import Scripted
 
 TREE = Arm("tree", ("scripted",))
@@ -162,8 +163,6 @@ def test_the_policy_learns_of_the_rounds_that_it_had_a_say_in_only():
 
 def test_an_engines_policy_is_its_planners():
     model = tiny.model("llama")
-    from ddtree.target import Target
-
     engine = Engine(Target(model), Scripted([]))
     assert engine.policy is None and engine.members == ("scripted",)
     engine.policy = policy = Told()
