@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -222,8 +223,10 @@ class TreeBackend(cpu_attn.CPUAttentionBackend):
 
 
 def register() -> None:
-    """Let this process use `TreeBackend` wherever vLLM would use its CPU attention."""
+    """Let engines of this process use `TreeBackend` wherever vLLM would use its CPU attention."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeBackend.__name__}")
+    # An engine that was made here before may have left the stock one.
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def check_layout(kv_cache: Tensor, isa: str) -> None:

@@ -1,0 +1,49 @@
+"""Without any one part of verification the texts are other ones: so the tests of equality can fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engines import PROMPTS, answers, engine, params
+from scripted import Scripted
+
+from ddtree.vllm import runner, trees
+
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def known(checkpoints):
+    folder = checkpoints("llama")
+    with engine(folder) as stock:
+        return folder, [answers(stock, [prompt], params(TOKENS))[0] for prompt in PROMPTS]
+
+
+def matches(known):
+    """How many of the texts are those of stock vLLM."""
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
+    with engine(known[0], lambda spec, target: Scripted(texts)) as made:
+        found = answers(made, PROMPTS, params(TOKENS))
+    return sum(own == text for own, text in zip(found, known[1], strict=True))
+
+
+def test_all_parts_together_give_all_texts(known):
+    assert matches(known) == len(PROMPTS)
+
+
+def test_a_causal_mask_gives_none(known, monkeypatch):
+    def causal(self):
+        return [[other <= node for other in range(len(self))] for node in range(len(self))]
+
+    monkeypatch.setattr(trees.Nodes, "visible", causal)
+    assert matches(known) == 0
+
+
+def test_linear_positions_give_none(known, monkeypatch):
+    monkeypatch.setattr(runner, "_positions", lambda row: row.base + torch.arange(len(row.nodes)))
+    assert matches(known) == 0
+
+
+def test_keys_and_values_left_where_they_are_give_none(known, monkeypatch):
+    monkeypatch.setattr(runner.TreeRunner, "_compact", lambda self, moves: None)
+    assert matches(known) == 0

@@ -1,0 +1,120 @@
+"""Drafters that read the target's features: those of the accepted path, in its order, whatever was cached."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from engines import FAMILIES, PROMPTS, answers, counters, engine, params
+from scripted import Scripted
+
+from ddtree.drafters.backbone import Backbone
+from ddtree.drafters.dflash import DFlash
+from ddtree.drafters.merged import Merged
+from ddtree.target import Target
+from ddtree.vllm import runner
+
+TOKENS = 40
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def known(request, checkpoints):
+    folder = checkpoints(request.param)
+    with engine(folder) as stock:
+        found = [answers(stock, [prompt], params(TOKENS))[0] for prompt in PROMPTS]
+    return folder, found, tiny.model(request.param, **FAMILIES[request.param])
+
+
+class Watched:
+    """DFlash beside an oracle; keeps what DFlash thought of each text that it drafted after."""
+
+    def __init__(self, known) -> None:
+        self.texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
+        self.model = known[2]
+        self.thought = {}
+
+    def __call__(self, spec, target):
+        dflash = DFlash(Backbone(tiny.network(self.model), target))
+        dflash.trace = lambda row, logprobs: self.thought.update({tuple(row.tokens): logprobs[: row.depth].clone()})
+        return Merged([Scripted(self.texts), dflash])
+
+    @torch.inference_mode()
+    def difference(self):
+        """The most by which a log-probability differs from that of a network told everything anew."""
+        target = Target(self.model)
+        backbone = Backbone(tiny.network(self.model), target)
+        target.use_features(backbone.feature_layers)
+        most = 0.0
+        for tokens, logprobs in self.thought.items():
+            if not len(logprobs):
+                continue
+            cache = target.new_cache()
+            cache.add_row()
+            backbone.add_row()
+            for _, forward in target.prefill(cache, 0, list(tokens[:-1])):
+                backbone.observe(0, forward.features[0])
+            states = backbone.states([tokens[-1]], len(logprobs))
+            expected = backbone.logits(backbone.norm(states))[0].log_softmax(dim=-1)
+            most = max(most, float((expected - logprobs).abs().max()))
+            backbone.drop_row(0)
+        return most
+
+
+def test_a_network_thinks_what_it_would_of_the_same_text_told_anew(known):
+    watched = Watched(known)
+    with engine(known[0], watched) as made:
+        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
+        assert counters(made)["accepted"] > counters(made)["steps"]
+    assert len(watched.thought) > 20
+    assert watched.difference() < 1e-3
+
+
+def test_features_of_rejected_nodes_would_show(known, monkeypatch):
+    monkeypatch.setattr(
+        runner, "_accepted", lambda row, found: list(range(row.start, row.start + len(found.path)))
+    )
+    watched = Watched(known)
+    with engine(known[0], watched) as made:
+        # The text stays right, as it does whatever is drafted.
+        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
+    assert watched.difference() > 0.1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_num_batched_tokens": 24},
+        {"num_gpu_blocks_override": 11},
+        {"num_gpu_blocks_override": 11, "enable_prefix_caching": True},
+    ],
+)
+def test_also_in_chunks_and_after_preemption(known, arguments):
+    watched = Watched(known)
+    with engine(known[0], watched, **arguments) as made:
+        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
+    assert watched.difference() < 1e-3
+
+
+def test_features_of_cached_prompts_are_kept(known):
+    shared = (PROMPTS[3] * 3)[:100]
+    with engine(known[0]) as stock:
+        expected = answers(stock, [shared], params(TOKENS))[0]
+    watched = Watched(known)
+    watched.texts = [shared + expected]
+    with engine(known[0], watched, enable_prefix_caching=True) as made:
+        for _ in range(2):
+            watched.thought.clear()
+            assert answers(made, [shared], params(TOKENS)) == [expected]
+            assert watched.difference() < 1e-3
+
+
+def test_without_them_the_text_is_the_same(known, monkeypatch):
+    shared = (PROMPTS[3] * 3)[:100]
+    with engine(known[0]) as stock:
+        expected = answers(stock, [shared], params(TOKENS))[0]
+    watched = Watched(known)
+    watched.texts = [shared + expected]
+    with engine(known[0], watched, enable_prefix_caching=True, feature_bytes=0) as made:
+        for _ in range(2):
+            assert answers(made, [shared], params(TOKENS)) == [expected]
+        assert counters(made)["accepted"]
