@@ -24,8 +24,9 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """Folders of tiny models by family, as vLLM loads them."""
-    import tiny
     from engines import FAMILIES
+
+    import tiny
 
     made = {}
 

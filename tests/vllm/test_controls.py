@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from engines import PROMPTS, answers, engine, params
-from scripted import Scripted
 
 from ddtree.vllm import runner, trees
+from scripted import Scripted
 
 TOKENS = 48
 

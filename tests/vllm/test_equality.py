@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from engines import PROMPTS, answers, counters, engine, params
-from scripted import Scripted
 from vllm.v1.core.sched.scheduler import Scheduler
+
+from scripted import Scripted
 
 TOKENS = 64
 
@@ -64,7 +65,9 @@ def test_after_preemption(known, monkeypatch):
     # Four answers of up to 104 tokens, and their trees, where there is room for two or three.
     for caching in (False, True):
         preempted.clear()
-        with engine(known[0], oracle(known), num_gpu_blocks_override=11, enable_prefix_caching=caching) as made:
+        with engine(
+            known[0], oracle(known), num_gpu_blocks_override=11, enable_prefix_caching=caching
+        ) as made:
             assert answers(made, PROMPTS, params(TOKENS)) == known[1]
             assert counters(made)["accepted"]
         assert preempted
@@ -98,7 +101,9 @@ def test_a_prompt_whose_keys_and_values_are_known_but_for_one_token(known):
     with engine(known[0], enable_prefix_caching=True) as stock:
         expected = [answers(stock, [prompt], params(TOKENS))[0] for prompt in prompts]
     texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
-    with engine(known[0], lambda spec, target: Scripted(texts), enable_prefix_caching=True, max_num_seqs=2) as made:
+    with engine(
+        known[0], lambda spec, target: Scripted(texts), enable_prefix_caching=True, max_num_seqs=2
+    ) as made:
         for _ in range(2):
             assert answers(made, prompts, params(TOKENS)) == expected
 

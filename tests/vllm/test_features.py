@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from engines import FAMILIES, PROMPTS, answers, counters, engine, params
-from scripted import Scripted
 
+import tiny
 from ddtree.drafters.backbone import Backbone
 from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.merged import Merged
 from ddtree.target import Target
 from ddtree.vllm import runner
+from scripted import Scripted
 
 TOKENS = 40
 
@@ -35,7 +35,9 @@ class Watched:
 
     def __call__(self, spec, target):
         dflash = DFlash(Backbone(tiny.network(self.model), target))
-        dflash.trace = lambda row, logprobs: self.thought.update({tuple(row.tokens): logprobs[: row.depth].clone()})
+        dflash.trace = lambda row, logprobs: self.thought.update(
+            {tuple(row.tokens): logprobs[: row.depth].clone()}
+        )
         return Merged([Scripted(self.texts), dflash])
 
     @torch.inference_mode()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from engines import FAMILIES, PROMPTS, answers, counters, engine, params
-from scripted import Scripted
 
 import ddtree
+import tiny
+from scripted import Scripted
 
 TOKENS = 48
 ASKED = [
@@ -16,7 +16,13 @@ ASKED = [
     {"temperature": 0.7, "top_p": 0.9, "seed": 4},
     {"temperature": 1.3, "top_k": 12, "seed": 5},
     {"temperature": 0.9, "min_p": 0.05, "seed": 6},
-    {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "seed": 7},
+    {
+        "temperature": 1.0,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "seed": 7,
+    },
     {"temperature": 0.0, "repetition_penalty": 1.5},
     {"temperature": 0.0, "presence_penalty": 1.5, "logit_bias": {5: 3.0, 9: -50.0}},
     {"temperature": 0.8, "bad_words": [[7], [3, 4]], "seed": 8},
@@ -32,7 +38,7 @@ def known(checkpoints):
     with ddtree.load(tiny.model("llama", **FAMILIES["llama"]), "none") as model:
         return folder, [
             [
-                list(model.generate(prompt, max_tokens=TOKENS, ignore_eos=True, **own).tokens)
+                list(model.generate(prompt, max_tokens=TOKENS, ignore_eos=True, **own).token_ids)
                 for prompt in PROMPTS
             ]
             for own in ASKED
@@ -82,7 +88,9 @@ def test_log_probabilities_are_the_models_own(known, temperature):
     asked = params(24, temperature=temperature, seed=3, logprobs=4)
     with engine(known[0]) as stock:
         greedy = [answers(stock, [prompt], params(24))[0] for prompt in PROMPTS]
-    texts = [prompt + text for prompt, text in zip(PROMPTS, known[1][0] if temperature else greedy, strict=True)]
+    texts = [
+        prompt + text for prompt, text in zip(PROMPTS, known[1][0] if temperature else greedy, strict=True)
+    ]
     with engine(known[0], lambda spec, target: Scripted(texts)) as made:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         reports = [result.outputs[0] for result in made.generate(prompts, asked, use_tqdm=False)]

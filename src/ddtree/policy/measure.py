@@ -94,11 +94,34 @@ def quick(
         seconds: about how long it may take. On a slow model, or a busy machine, fewer points and turns are measured,
             and `machine["cut_short"]` is true.
     """
+    return _measure(target, drafter, _quick(rows, MAX_BUDGET + 1, seconds))
+
+
+def quick_on(
+    verifying: Any, drafter: Drafter, target: Any, *, rows: int, widest: int, seconds: float = 2.5
+) -> LatencyModel:
+    """`quick` where another engine than ours verifies.
+
+    Args:
+        verifying: has what `TargetStand` has.
+        drafter: to draft with.
+        target: what the drafter was made for.
+        rows: most rows that will be decoded at once.
+        widest: most nodes of a row, root included.
+        seconds: about how long it may take.
+    """
+    return _on(verifying, drafter, target, _quick(rows, widest, seconds))
+
+
+def _quick(rows: int, widest: int, seconds: float) -> _Plan:
     short, long = _QUICK_CONTEXTS
     groups = [_Group(1, short, _QUICK_WIDTHS), _Group(1, long, (1, 9, 33))]
     if rows > 1:
         groups.append(_Group(min(rows, 4), short, (1, 9)))
-    return _measure(target, drafter, _Plan(groups, 3, 2.2, seconds))
+    fitting = [
+        _Group(g.rows, g.context, tuple(width for width in g.widths if width <= widest)) for g in groups
+    ]
+    return _Plan(fitting, 3, 2.2, seconds)
 
 
 @dataclass(frozen=True)
@@ -190,14 +213,18 @@ def _measure(target: Target | AutoregressiveTarget, drafter: Drafter | None, pla
         verifying = TargetStand(
             target, max(group.context for group in plan.groups), lambda: plan.gives_up(0.4)
         )
-        plan.cut(len(verifying.text.tokens))
-        if drafter is None:
-            found = _Rounds(verifying, None, ()).measure(plan)
-        else:
-            parts: list[_Part] = [(drafter.name, None)]
-            parts += [(part.name, (part.name,)) for part in getattr(drafter, "drafters", ())]
-            with closing(DrafterStand(drafter, verifying.text, target)) as drafting:
-                found = _Rounds(verifying, drafting, parts).measure(plan)
+        return _on(verifying, drafter, target, plan)
+
+
+def _on(verifying: Any, drafter: Drafter | None, target: Any, plan: _Plan) -> LatencyModel:
+    plan.cut(len(verifying.text.tokens))
+    if drafter is None:
+        found = _Rounds(verifying, None, ()).measure(plan)
+    else:
+        parts: list[_Part] = [(drafter.name, None)]
+        parts += [(part.name, (part.name,)) for part in getattr(drafter, "drafters", ())]
+        with closing(DrafterStand(drafter, verifying.text, target)) as drafting:
+            found = _Rounds(verifying, drafting, parts).measure(plan)
     machine = {**describe(target, drafter), "turns": plan.turns, CUT_SHORT: plan.cut_short}
     return LatencyModel.fit(found.verify, found.draft, machine=machine)
 

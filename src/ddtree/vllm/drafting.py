@@ -104,13 +104,14 @@ class Drafting:
             drop_row(self.rows, row)
         reader.seen = 0
 
-    def draft(self, choices: Mapping[str, Choice]) -> DraftTree:
+    def draft(self, choices: Mapping[str, Choice], most: int) -> DraftTree:
         """Trees of all rows, in their order.
 
         Args:
             choices: how each request is drafted for, by its name; those left out are not.
+            most: nodes besides the root of each.
         """
-        rows = [self._draft_row(reader, choices.get(reader.name)) for reader in self.rows]
+        rows = [self._draft_row(reader, choices.get(reader.name), most) for reader in self.rows]
         if not any(row.depth and row.budget for row in rows):
             return DraftTree.root([row.tokens[-1] for row in rows])
         return self.drafter.draft(rows, self.clock)
@@ -120,13 +121,13 @@ class Drafting:
         room = self._max_context - len(reader.tokens) - 1
         return max(0, min(reader.request.depth, room, reader.left - 1))
 
-    def _draft_row(self, reader: Reader, choice: Choice | None) -> DraftRow:
+    def _draft_row(self, reader: Reader, choice: Choice | None, most: int) -> DraftRow:
         sampler = reader.sampler
         if choice is None or choice.arm == OFF:
             return DraftRow(reader.tokens, 0, 0)
         return DraftRow(
             reader.tokens,
-            min(choice.budget, self._nodes),
+            min(choice.budget, self._nodes, most),
             self.depth(reader),
             choice.arm.method == "chain",
             None if sampler.greedy else sampler.noise,

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from torch import Tensor
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from ddtree.drafters import parts_of
-from ddtree.drafters.loading import load_drafter
+from ddtree.drafters.loading import folder_of, load_drafter
 from ddtree.errors import ConfigError, UnsupportedModelError
+from ddtree.policy import Policy, measure, memory, store
+from ddtree.policy.latency import LatencyModel
 from ddtree.vllm import attention
 from ddtree.vllm.drafting import Drafting
-from ddtree.vllm.planning import Planning
+from ddtree.vllm.planning import Figures, Planning
 from ddtree.vllm.reader import Reader
 from ddtree.vllm.settings import KEY, Settings
+from ddtree.vllm.stand import EngineStand
 from ddtree.vllm.target import EngineTarget
 from ddtree.vllm.trees import Nodes, Row
 from ddtree.vllm.verify import Verified, outcome, verify
+
+_LONGEST = 512
+"""Tokens of context of the longest step that is timed at the start."""
 
 
 class TreeRunner(CPUModelRunner):
@@ -45,7 +53,7 @@ class TreeRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         finally:
             config.logits_processors = kept
-        self._readers: dict[str, Reader] = {}
+        self.readers: dict[str, Reader] = {}
         self._rows: list[Row] = []
         self._verified: dict[str, Verified] = {}
         self._started = 0.0
@@ -53,8 +61,7 @@ class TreeRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         target = EngineTarget(self.model, self.model_config)
-        spec = self.settings.drafter
-        drafter = load_drafter(spec if isinstance(spec, str) else list(spec), target)  # type: ignore[arg-type]
+        drafter = load_drafter(self.settings.named, target)  # type: ignore[arg-type]
         if drafter is None:
             raise ConfigError("drafter='none' drafts nothing: run vLLM without ddtree's worker instead")
         self.target = target
@@ -64,7 +71,7 @@ class TreeRunner(CPUModelRunner):
         self.drafting = Drafting(
             drafter, self.max_model_len, self.settings.nodes, self.settings.feature_bytes
         )
-        self.planning = Planning(self.drafting)
+        self.planning = Planning(self.drafting, self.max_num_tokens)
 
     def _ask_for_features(self, layers: Sequence[int]) -> None:
         if not supports_eagle3(self.model):
@@ -89,7 +96,31 @@ class TreeRunner(CPUModelRunner):
         attention.check_layout(self.kv_caches[0], isa)
 
     def prepare(self) -> None:
-        """Measure what rounds cost, once everything is loaded."""
+        """Measure what steps cost, where requests leave something to decide by it; everything must be loaded."""
+        drafting = self.settings.drafting
+        if drafting.method == "off" or "auto" not in (drafting.method, drafting.budget):
+            return
+        drafter = self.drafting.drafter
+        wanted = {**store.key(self.target, drafter), "runtime": f"vLLM {vllm.__version__}"}
+        # Short contexts, or little memory: budgets are fixed ones then.
+        with suppress(ConfigError):
+            latency = store.obtain(wanted, self._measure)
+            self.planning.policy = Policy(latency, memory.recall(wanted, folder_of(self.settings.named)))
+            self._remembered = memory.cached(wanted)
+        self.planning.figures = Figures()
+
+    def remember(self) -> None:
+        """Keep what was learnt of the drafter's acceptance for the next time, where it can be written."""
+        if self.planning.policy is not None:
+            with suppress(ConfigError):
+                memory.save(self._remembered, self.planning.policy.acceptance)
+
+    def _measure(self) -> LatencyModel:
+        drafter, rows = self.drafting.drafter, min(self.max_num_reqs, 4)
+        width = len(drafter.feature_layers) * self.target.hidden_size
+        with closing(EngineStand(self, _LONGEST, rows, width)) as stand:
+            widest = min(self.settings.nodes + 1, self.max_num_tokens // rows)
+            return measure.quick_on(stand, drafter, self.target, rows=rows, widest=widest)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         self._started = time.perf_counter()
@@ -97,16 +128,16 @@ class TreeRunner(CPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for name in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
-            if name in self._readers:
-                self.drafting.leave(self._readers[name])
+            if name in self.readers:
+                self.drafting.leave(self.readers[name])
         for name in scheduler_output.finished_req_ids:
-            self._readers.pop(name, None)
+            self.readers.pop(name, None)
         later = super()._update_states(scheduler_output)
         for name in self.input_batch.req_ids:
             state = self.requests[name]
-            reader = self._readers.get(name)
+            reader = self.readers.get(name)
             if reader is None:
-                reader = self._readers[name] = Reader(
+                reader = self.readers[name] = Reader(
                     name, state, self.settings, self.target.vocab_size, self.members,
                     self.drafting.drafter.max_depth,
                 )  # fmt: skip
@@ -130,7 +161,7 @@ class TreeRunner(CPUModelRunner):
         rows, logits = [], 0
         for index, name in enumerate(self.input_batch.req_ids):
             drafted = scheduler_output.scheduled_spec_decode_tokens.get(name, ())
-            reader, count = self._readers[name], len(drafted) + 1
+            reader, count = self.readers[name], len(drafted) + 1
             base = int(self.input_batch.num_computed_tokens_cpu[index]) + int(scheduled[index]) - count
             nodes = Nodes.chain([reader.tokens[-1], *drafted])
             if reader.drafted is not None and base == len(reader.tokens) - 1 and scheduled[index] == count:
@@ -161,7 +192,7 @@ class TreeRunner(CPUModelRunner):
                 verified.append(Verified([0], [0]))
                 continue
             own = logits[row.logits : row.logits + len(row.nodes)]
-            reader = self._readers[name]
+            reader = self.readers[name]
             room = self.max_model_len - len(reader.tokens)
             found = self._verified[name] = verify(reader, row.nodes, own, room)
             verified.append(found)
@@ -203,7 +234,7 @@ class TreeRunner(CPUModelRunner):
         self._observe(aux_hidden_states)
         self.planning.clock("commit", time.perf_counter() - started)
         drafted = self.planning.draft(
-            [self._readers[name] for name in self.input_batch.req_ids], self._rows, self._verified
+            [self.readers[name] for name in self.input_batch.req_ids], self._rows, self._verified
         )
         return [drafted.get(name, []) for name in self.input_batch.req_ids]
 
@@ -211,7 +242,7 @@ class TreeRunner(CPUModelRunner):
         """Tell the drafter what was committed, with the features of the accepted paths in their order."""
         for row in self._rows:
             name = self.input_batch.req_ids[row.index]
-            reader = self._readers[name]
+            reader = self.readers[name]
             if not reader.drafts:
                 continue
             found = self._verified.get(name)

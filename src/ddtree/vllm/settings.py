@@ -123,6 +123,11 @@ class Settings:
                 if not low <= value <= high:
                     raise ConfigError(f"{name}={value} is outside {low}..{high}")
 
+    @property
+    def named(self) -> str | list[str]:
+        """The drafter as `ddtree.drafters.loading.load_drafter` takes it."""
+        return self.drafter if isinstance(self.drafter, str) else list(self.drafter)
+
     @staticmethod
     def from_dict(values: Any) -> Settings:
         """The settings that plain JSON values stand for. Raises ConfigError for what is unknown or out of range."""

@@ -35,6 +35,12 @@ class TreeWorker(cpu_worker.CPUWorker):
         self.model_runner.prepare()
         return times
 
+    def shutdown(self) -> None:
+        runner = getattr(self, "model_runner", None)
+        if isinstance(runner, TreeRunner):
+            runner.remember()
+        super().shutdown()
+
     def ddtree_counters(self) -> dict[str, Any]:
         """What was drafted and came of it so far, as plain JSON values; for the engine's `collective_rpc`."""
         return self.model_runner.planning.figures.as_dict()
