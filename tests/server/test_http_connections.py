@@ -3,13 +3,13 @@
 import json
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import fakes
 import httpx
 import pytest
 
-from ddtree.server import connections, security
+from ddtree.server import connections, runner, security
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -23,7 +23,10 @@ def service():
 @contextmanager
 def connected(address):
     host, _, port = address.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.socket() as connection:
+        connection.settimeout(10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
         yield connection
 
 
@@ -53,6 +56,35 @@ def _status(address):
         return client.get(address + "/health").status_code
 
 
+def test_a_body_that_has_not_come_whole_does_not_hold_up_the_end(service):
+    with ExitStack() as open_still, fakes.served(service, grace=60.0) as address:
+        connection = open_still.enter_context(connected(address))
+        connection.sendall(HEAD + b"Content-Length: 500\r\n\r\n{")
+        time.sleep(0.2)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+
+
+def test_a_reader_that_takes_nothing_does_not_hold_up_the_end(service, monkeypatch, caplog):
+    monkeypatch.setattr(runner, "_LINGER", 0.2)
+    service.script = lambda asked, index: fakes.said("a" * 200_000)
+    body = json.dumps(
+        {**json.loads(BODY), "stream": True, "ddtree_details": True, "logprobs": False}
+    ).encode()
+    with ExitStack() as open_still, fakes.served(service, grace=0.2) as address:
+        connection = open_still.enter_context(connected(address))
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(1.5)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+
+
+def test_another_protocol_is_neither_spoken_nor_advised(service, caplog):
+    asked = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    with fakes.served(service) as address, httpx.Client() as client:
+        assert client.get(address + "/health", headers=asked).status_code == 200
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost:"])
 def test_a_head_that_does_not_come_ends_the_connection(service, monkeypatch, sent):
     monkeypatch.setattr(connections, "HEAD_PATIENCE", 0.2)
@@ -66,7 +98,10 @@ def test_every_head_is_waited_for_as_the_first(service, monkeypatch):
     with fakes.served(service) as address, connected(address) as connection:
         for _ in range(2):
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200 ")
             # Between two requests a connection may rest for longer than a head may take.
             time.sleep(0.6)
         connection.sendall(b"GET")

@@ -161,6 +161,7 @@ MANY = 9000
         (ChatRequest, {**CHAT, "stop": [1] * MANY}), (ChatRequest, {**CHAT, "stop_token_ids": ["a"] * MANY}),
         (ChatRequest, {**CHAT, "bad_words": [1] * MANY}),
         (ChatRequest, {**CHAT, "logit_bias": {str(i): "x" for i in range(MANY)}}),
+        (CompletionRequest, {"prompt": [[1]] * MANY}),
         (CompletionRequest, {"prompt": [None] * MANY}), (CompletionRequest, {"prompt": [[None] * MANY] * 9}),
         (TokenizeRequest, {"messages": [1] * MANY}), (DetokenizeRequest, {"tokens": ["a"] * MANY}),
     ],
@@ -179,14 +180,15 @@ def test_what_a_client_sent_makes_no_message_long(refused, status, fields):
     assert len(refused(CHATS, {**CHAT, **fields}, status)["message"]) < 1100
 
 
-def test_other_types_of_body_are_refused(refused):
-    error = refused(CHATS, json.dumps(CHAT).encode(), 415, **{"Content-Type": "text/plain"})
+@pytest.mark.parametrize("kind", ["text/plain", "text/x+json", "multipart/form-data; boundary=x", ""])
+def test_other_types_of_body_are_refused(refused, kind):
+    error = refused(CHATS, json.dumps(CHAT).encode(), 415, **{"Content-Type": kind})
     assert error["code"] == "unsupported_media_type"
 
 
 def test_unknown_models_paths_and_methods(refused, client):
     assert refused(CHATS, {**CHAT, "model": "other"}, 404)["code"] == "model_not_found"
-    refused("/v1/nothing", {}, 404)
+    assert "/v1/nothing" in refused("/v1/nothing", {}, 404)["message"]
     assert client.get("/v1/models/other").json()["error"]["param"] == "model"
     response = client.get(CHATS)
     assert response.status_code == 405 and response.json()["error"]["message"]

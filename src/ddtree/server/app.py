@@ -66,6 +66,10 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.detail == "There was an error parsing the body":
         error = ApiError(400, "the body is no JSON: its encoding or its depth is wrong", code="invalid_json")
+    if error.status_code == 404 and error.detail == "Not Found":
+        error = ApiError(
+            404, f"there is nothing at {request.url.path}: the API is under /v1", code="not_found"
+        )
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
     return error.response()

@@ -40,6 +40,17 @@ class Connection(H11Protocol):
         self._stop_waiting()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        # A request that has not come whole would only be refused, and may take as long as its sender likes.
+        if self._answering and self.cycle.more_body:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def _should_upgrade(self) -> bool:
+        # Such requests are answered as if they asked for no other protocol; uvicorn would advise to install one.
+        return False
+
     @property
     def _answering(self) -> bool:
         # None before the first request, whatever its type says.

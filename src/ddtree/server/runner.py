@@ -19,6 +19,8 @@ from ddtree.server.service import Service
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BACKLOG = 2048
+_LINGER = 5.0
+"""Seconds beyond the grace in which what has been answered may still be read."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,8 +80,6 @@ class Server(uvicorn.Server):
             access_log=access_log,
             backlog=_BACKLOG,
             timeout_keep_alive=75,
-            # Answers have been ended by then; what is left are readers too slow to take them.
-            timeout_graceful_shutdown=int(grace) + 5,
             server_header=False,
         )
         super().__init__(config)
@@ -109,11 +109,14 @@ class Server(uvicorn.Server):
             self._end_service(self._grace)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, which waits for connections to end; a second signal ends them."""
+        """uvicorn's, which waits for connections to end; a second signal ends them, and so does time."""
+        loop = asyncio.get_running_loop()
+        # Answers have been ended by then; what is left are readers too slow to take them.
+        until = loop.time() + self._grace + _LINGER
         ending = asyncio.create_task(super().shutdown(sockets))
         while not ending.done():
             await asyncio.wait({ending}, timeout=0.1)
-            if self.force_exit:
+            if self.force_exit or loop.time() > until:
                 for connection in list(self.server_state.connections):
                     connection.transport.abort()
         await ending

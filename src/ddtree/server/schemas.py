@@ -10,10 +10,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MAX_BIASES = 4096
+MAX_PROMPTS = 4096
 
 T = TypeVar("T")
 # One complaint is told: with one for each of a million entries, the others' answers would wait for seconds.
 Many = Annotated[list[T], Field(fail_fast=True)]
+Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
 def _few(value: Any) -> Any:
@@ -90,7 +92,7 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: str | Many[int] | Many[str] | Many[Many[int]]
+    prompt: str | Many[int] | Prompts[str] | Prompts[Many[int]]
     echo: bool | None = None
     logprobs: int | None = None
 

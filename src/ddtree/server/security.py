@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -66,7 +67,7 @@ class Gate:
                 )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         # Pages of other sites may send any other type without asking the server first.
-        if scope["method"] == "POST" and kind != "application/json" and not kind.endswith("+json"):
+        if scope["method"] == "POST" and not re.fullmatch(r"application/(\S+\+)?json", kind):
             return ApiError(
                 415, "send JSON, as Content-Type: application/json", code="unsupported_media_type"
             )
