@@ -72,7 +72,7 @@ def race(page: Page) -> None:
 
 
 def chat(page: Page) -> None:
-    """An answer to its end, and the round of it that gave most."""
+    """An answer to its end, and of the last 25 rounds the one that gave most."""
     page.click("#tab-chat")
     page.fill("#chat-input", CHAT)
     page.keyboard.press("Enter")
