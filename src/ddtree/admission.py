@@ -6,7 +6,6 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 from ddtree.autoregressive import AutoregressiveTarget
-from ddtree.cache import KVCache
 from ddtree.errors import ConfigError, PromptError
 from ddtree.holding import Holding, token_bytes
 from ddtree.sequence import Sequence
@@ -40,7 +39,7 @@ class Admission:
     def __init__(
         self,
         target: Any,
-        cache: KVCache,
+        cache: Any,
         limit: int,
         drafters: Several[Holding] = (),
         features_stay: bool = False,
