@@ -14,6 +14,7 @@ from ddtree.params import SamplingParams, check_vocabulary
     [
         ("temperature", -0.1, "temperature must be from 0 to 100"),
         ("temperature", math.nan, "temperature must be from 0 to 100, not nan"),
+        ("temperature", 10**400, "temperature must be from 0 to 100, not 1000"),
         ("temperature", 1e9, "temperature must be from 0 to 100"),
         ("temperature", "hot", "temperature must be a number from 0 to 100, not 'hot'"),
         ("temperature", None, "temperature must be a number"),

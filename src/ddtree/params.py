@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,10 +40,10 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 def _real(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
-    number = float(value)
-    if math.isnan(number) or not low <= number <= high:
+    # NaN is in no range, and whole numbers need not fit into a float.
+    if not low <= value <= high:
         raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {value}")
-    return number
+    return float(value)
 
 
 def _reported(name: str, value: Any) -> int | None:
