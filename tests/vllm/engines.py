@@ -33,9 +33,13 @@ Load = Callable[[Any, Any], Any]
 @contextmanager
 def engine(model: Any, load: Load | None = None, **arguments: Any) -> Iterator[LLM]:
     """A tiny model in float32, stock where there is no drafter to load."""
-    drafting = Drafting("tree", arguments.pop("budget", NODES), arguments.pop("depth", 16))
+    drafting = Drafting(
+        arguments.pop("method", "tree"), arguments.pop("budget", NODES), arguments.pop("depth", 16)
+    )
     fields = {name: arguments.pop(name) for name in ("nodes", "feature_bytes") if name in arguments}
-    own = Settings(drafter="given", drafting=drafting, seed=1, **{"nodes": NODES, **fields})
+    own = Settings(
+        drafter=arguments.pop("drafter", "lookup"), drafting=drafting, seed=1, **{"nodes": NODES, **fields}
+    )
     given = {} if load is None else own.engine_arguments()
     defaults = {
         "dtype": "float32",

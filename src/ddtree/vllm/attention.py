@@ -169,6 +169,8 @@ class TreeMetadata(cpu_attn.CPUAttentionMetadata):
 class TreeMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
     """Makes `TreeMetadata`, into which the runner puts the step's trees."""
 
+    isa: str
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self.isa == "amx":

@@ -39,7 +39,7 @@ class Figures:
     accepted: int = 0
     accepted_per_depth: Counter[str] = field(default_factory=Counter)
     arms: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def count(self, nodes: int, accepted: int, arm: str) -> None:
         """A request was verified with so many drafted nodes, of which the first `accepted` depths came true."""
@@ -92,12 +92,12 @@ class Planning:
         self._choices: dict[str, Choice] = {}
         self._round: _Round | None = None
         self._begun: set[str] = set()
-        self._step: Counter[str] = Counter()
+        self._step = dict.fromkeys(PARTS, 0.0)
 
     def clock(self, part: str, seconds: float) -> None:
         """A part of the step took so long; "verify" begins a step."""
         if part == "verify":
-            self._step = Counter()
+            self._step = dict.fromkeys(PARTS, 0.0)
         self._step[part] += seconds
         self.figures.seconds[part] += seconds
 
@@ -190,7 +190,7 @@ class Planning:
         if [sizes[name] for name in made.names] != made.tree.sizes:
             return
         own = [verified[name] for name in made.names]
-        seconds = {**dict.fromkeys(PARTS, 0.0), **self._step, **made.seconds}
+        seconds = {**self._step, **made.seconds}
         self.policy.learn(made.tree, [found.path for found in own], [found.tokens for found in own], seconds)
 
     def _count(
