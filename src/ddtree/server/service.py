@@ -182,7 +182,7 @@ class Service:
             if len(tickets) > room:
                 self.metrics.refused("busy")
                 raise BusyError(
-                    f"{self._open} answers are being made or wait already: try again later",
+                    f"the queue is full, with {self._open} made or waiting: try again later",
                     self._retry_after(),
                 )
             self._open += len(tickets)
