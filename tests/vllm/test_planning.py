@@ -48,11 +48,7 @@ def test_auto_measures_decides_and_learns(known, monkeypatch):
 
 
 def test_drafts_that_never_come_true_are_given_up(known):
-    wrong = [
-        [*prompt, *[token ^ 1 for token in text]] for prompt, text in zip(PROMPTS, known[1], strict=True)
-    ]
     texts = [prompt + text for prompt, text in zip(PROMPTS, known[1], strict=True)]
-    del wrong
     with engine(known[0], lambda spec, target: Wrong(texts), method="auto", budget="auto") as made:
         for _ in range(6):
             assert answers(made, PROMPTS, params(TOKENS)) == known[1]
@@ -91,3 +87,20 @@ def test_the_engines_own_counts_are_ours(known, monkeypatch):
     assert sum(found["arms"].values()) == found["steps"]
     produced = found["accepted"] + found["steps"]
     assert produced == len(PROMPTS) * TOKENS
+
+
+class Failing(Scripted):
+    """Breaks after a while."""
+
+    def draft(self, rows, clock):
+        if len(rows[0].tokens) > 30:
+            raise RuntimeError("broken")
+        return super().draft(rows, clock)
+
+
+def test_a_drafter_that_fails_costs_no_text(known):
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
+    with engine(known[0], lambda spec, target: Failing(texts)) as made:
+        for _ in range(2):
+            assert answers(made, PROMPTS[:2], params(TOKENS)) == known[1][:2]
+        assert 0 < counters(made)["accepted"] < 60

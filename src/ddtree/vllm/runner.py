@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import vllm
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -30,6 +31,8 @@ from ddtree.vllm.target import EngineTarget
 from ddtree.vllm.trees import Nodes, Row
 from ddtree.vllm.verify import Verified, outcome, verify
 
+# A child of vLLM's loggers, which alone are shown.
+logger = init_logger("vllm.ddtree")
 _LONGEST = 512
 """Tokens of context of the longest step that is timed at the start."""
 
@@ -57,6 +60,7 @@ class TreeRunner(CPUModelRunner):
         self._rows: list[Row] = []
         self._verified: dict[str, Verified] = {}
         self._started = 0.0
+        self._broken = False
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
@@ -128,7 +132,7 @@ class TreeRunner(CPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for name in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
-            if name in self.readers:
+            if name in self.readers and not self._broken:
                 self.drafting.leave(self.readers[name])
         for name in scheduler_output.finished_req_ids:
             self.readers.pop(name, None)
@@ -142,7 +146,7 @@ class TreeRunner(CPUModelRunner):
                     self.drafting.drafter.max_depth,
                 )  # fmt: skip
             reader.follow(state)
-            if reader.drafts and reader.seen < state.num_computed_tokens:
+            if reader.drafts and not self._broken and reader.seen < state.num_computed_tokens:
                 self.drafting.known(reader, state.num_computed_tokens)
         return later
 
@@ -230,13 +234,22 @@ class TreeRunner(CPUModelRunner):
         aux_hidden_states: list[Tensor] | None,
         *args: Any,
     ) -> list[list[int]]:
-        started = time.perf_counter()
-        self._observe(aux_hidden_states)
-        self.planning.clock("commit", time.perf_counter() - started)
-        drafted = self.planning.draft(
-            [self.readers[name] for name in self.input_batch.req_ids], self._rows, self._verified
-        )
-        return [drafted.get(name, []) for name in self.input_batch.req_ids]
+        readers = [self.readers[name] for name in self.input_batch.req_ids]
+        drafted: dict[str, list[int]] = {}
+        if not self._broken:
+            started = time.perf_counter()
+            try:
+                self._observe(aux_hidden_states)
+                self.planning.clock("commit", time.perf_counter() - started)
+                drafted = self.planning.draft(readers, self._rows, self._verified)
+            except Exception:
+                # An error would end the engine; without drafts it goes on, and its texts are the same.
+                logger.exception("Drafting has failed, and is off from now on.")
+                self._broken = True
+        for reader in readers:
+            if reader.name not in drafted:
+                reader.drafted = None
+        return [drafted.get(reader.name, []) for reader in readers]
 
     def _observe(self, states: list[Tensor] | None) -> None:
         """Tell the drafter what was committed, with the features of the accepted paths in their order."""
