@@ -31,15 +31,16 @@ class Batch:
     """Rows with trees that are computed together: R of them, N nodes, C blocks of S keys.
 
     Attributes:
-        places: int64 [R, N], each node's place among the step's tokens; the root's for padding.
+        places: int64 [R, N], each node's place among the step's tokens; the root's for padding. Of a single row, where
+            they stand side by side, a slice.
         real: bool [R, N], which nodes are no padding; None where all are.
-        blocks: int64 [R * C] of the cache.
+        blocks: int64 [R * C] of the cache; those of a single row that lie side by side as a slice, which copies none.
         bias: float32 [R, C, 1, 1, N, S], 0 for the keys that a node sees and -inf for others.
     """
 
-    places: Tensor
+    places: Tensor | slice
     real: Tensor | None
-    blocks: Tensor
+    blocks: Tensor | slice
     bias: Tensor
 
 
@@ -80,10 +81,14 @@ def _batch(rows: Sequence[Row], blocks: int, block_table: Tensor, block_size: in
     table = block_table[[row.index for row in rows], :blocks].to(torch.int64)
     # Blocks beyond a shorter row's own are not seen, but they are read.
     used = torch.arange(blocks) * block_size < torch.tensor([[row.base + len(row.nodes)] for row in rows])
-    table = torch.where(used, table, table[:, :1])
-    return Batch(
-        places, None if bool(real.all()) else real, table.flatten(), shaped[:, :, None, None].contiguous()
-    )
+    flat = torch.where(used, table, table[:, :1]).flatten()
+    seen = shaped[:, :, None, None].contiguous()
+    if len(rows) > 1:
+        return Batch(places, None if bool(real.all()) else real, flat, seen)
+    first = int(flat[0])
+    adjacent = bool((flat == torch.arange(first, first + blocks)).all())
+    start = rows[0].start
+    return Batch(slice(start, start + widest), None, slice(first, first + blocks) if adjacent else flat, seen)
 
 
 def keys_of(kv_cache: Tensor) -> Tensor:
@@ -119,7 +124,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     Returns:
         [R, N, Hq, D], of the cache's dtype.
     """
-    rows, nodes = batch.places.shape
+    rows, nodes = len(batch.bias), batch.bias.shape[4]
     heads, size = query.shape[1:]
     kept = kv_cache.shape[1]
     own = query[batch.places].view(rows, nodes, kept, heads // kept, size).float() * scale
@@ -135,12 +140,19 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     return out.view(rows, heads, nodes, size).transpose(1, 2).to(kv_cache.dtype)
 
 
-def _gathered(stored: Tensor, blocks: Tensor, rows: int) -> Tensor:
-    """[R, C, Hkv, ...]: the blocks of each row; where they lie side by side, without a copy."""
-    first, count = int(blocks[0]), len(blocks)
-    if rows == 1 and bool((blocks == torch.arange(first, first + count)).all()):
-        return stored[first : first + count][None]
-    return stored.index_select(0, blocks).unflatten(0, (rows, -1))
+def place(output: Tensor, found: Tensor, batch: Batch) -> None:
+    """Write what `attend` found into the output [tokens, Hq, D] of the whole step."""
+    if isinstance(batch.places, slice):
+        output[batch.places] = found[0]
+    elif batch.real is None:
+        output[batch.places] = found
+    else:
+        output[batch.places[batch.real]] = found[batch.real]
+
+
+def _gathered(stored: Tensor, blocks: Tensor | slice, rows: int) -> Tensor:
+    """[R, C, Hkv, ...]: the blocks of each row."""
+    return stored[blocks].unflatten(0, (rows, -1))
 
 
 def _weighted(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, heads: slice) -> Tensor:
@@ -204,11 +216,7 @@ class TreeAttention(cpu_attn.CPUAttentionBackendImpl):
             )
         for batch in trees:
             found = attend(query.view(-1, self.num_heads, self.head_size), kv_cache, batch, self.scale)
-            own = output.view(-1, self.num_heads, self.head_size)
-            if batch.real is None:
-                own[batch.places.flatten()] = found.flatten(0, 1).to(own.dtype)
-            else:
-                own[batch.places[batch.real]] = found[batch.real].to(own.dtype)
+            place(output.view(-1, self.num_heads, self.head_size), found, batch)
         return output
 
 
