@@ -111,4 +111,17 @@ HOOKS = (
     ),
     _hook("v1.attention.backends.cpu_attn:CPUAttentionBackend.get_impl_cls", ""),
     _hook("v1.attention.backends.cpu_attn:CPUAttentionBackend.get_builder_cls", ""),
+    _hook("v1.attention.selector:_cached_get_attn_backend"),
+    _hook("v1.worker.cpu_worker:CPUWorker.shutdown", "self"),
+    _hook("v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens", "self grammar_output"),
+    _hook(
+        "v1.core.sched.output:NewRequestData",
+        "req_id prompt_token_ids mm_features sampling_params pooling_params block_ids num_computed_tokens "
+        "lora_request prompt_embeds prompt_is_token_ids prefill_token_ids replay_start",
+    ),
+    _hook(
+        "v1.core.sched.output:CachedRequestData",
+        "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens num_output_tokens",
+    ),
+    _hook("v1.core.sched.output:SchedulerOutput.make_empty", "cls"),
 )
