@@ -55,9 +55,7 @@ def asked(extra_args: Mapping[str, Any] | None) -> Asked:
         raise ConfigError(f"{KEY} must be an object, not {said!r}")
     drafting = {name: value for name, value in said.items() if name not in SAMPLED_HERE}
     Drafting().merged(drafting)
-    drawn = SamplingParams(
-        min_p=0.0 if said.get("min_p") is None else said["min_p"], logit_bias=said.get("logit_bias")
-    )
+    drawn = SamplingParams(min_p=_given(said, "min_p", 0.0), logit_bias=_given(said, "logit_bias", {}))
     return Asked(drafting, drawn.min_p, drawn.logit_bias)
 
 
@@ -104,6 +102,11 @@ def unsupported(params: Any, defaults: Any, names: tuple[str, ...]) -> tuple[str
             continue
         return name, f"{name} is not supported with draft trees: {_INSTEAD.get(name, 'leave it out')}"
     return None
+
+
+def _given(said: Mapping[str, Any], name: str, usual: Any) -> Any:
+    value = said.get(name)
+    return usual if value is None else value
 
 
 def named_in(message: str, names: tuple[str, ...]) -> str | None:
