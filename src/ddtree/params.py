@@ -41,9 +41,10 @@ def _real(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
     # NaN is in no range, and whole numbers need not fit into a float.
-    if not low <= value <= high:
+    number: Any = value
+    if not low <= number <= high:
         raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {value}")
-    return float(value)
+    return float(number)
 
 
 def _reported(name: str, value: Any) -> int | None:
