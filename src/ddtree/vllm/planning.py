@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddtree.drafters import behind_of
 from ddtree.policy import OFF, Arm, Choice, Policy, Proposals
 from ddtree.stats import PARTS
 from ddtree.tree import DraftTree
@@ -162,9 +163,12 @@ class Planning:
         tree = _rows(self.drafting.draft(self._choices, most), places)
         if policy is not None:
             with self.drafting.clock("build"):
+                # A draft cut short by the end of an answer, or left out, tells little of the drafter.
+                behind = behind_of(self.drafting.drafter)
                 whole = [
-                    choice.arm == OFF or self.drafting.depth(reader) == reader.request.depth
-                    for reader, choice in zip(readers, choices, strict=True)
+                    choices[row].arm == OFF
+                    or (self.drafting.depth(reader) == reader.request.depth and place not in behind)
+                    for row, (place, reader) in enumerate(asked)
                 ]
                 tree = policy.cut(tree, lambda: self._proposals(places), whole)
         return tree, policy is not None
