@@ -94,7 +94,7 @@ def test_a_head_that_does_not_come_ends_the_connection(service, monkeypatch, sen
 
 
 def test_every_head_is_waited_for_as_the_first(service, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_PATIENCE", 0.3)
+    monkeypatch.setattr(connections, "HEAD_PATIENCE", 0.5)
     with fakes.served(service) as address, connected(address) as connection:
         for _ in range(2):
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -103,16 +103,16 @@ def test_every_head_is_waited_for_as_the_first(service, monkeypatch):
                 answer += connection.recv(65536)
             assert answer.startswith(b"HTTP/1.1 200 ")
             # Between two requests a connection may rest for longer than a head may take.
-            time.sleep(0.6)
+            time.sleep(0.8)
         connection.sendall(b"GET")
         assert everything(connection) == b""
 
 
 def test_an_answer_may_take_longer_than_a_head(service, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_PATIENCE", 0.1)
+    monkeypatch.setattr(connections, "HEAD_PATIENCE", 0.5)
 
     def slowly(asked, index):
-        time.sleep(0.5)
+        time.sleep(1.0)
         yield from fakes.said("late")
 
     service.script = slowly
@@ -123,7 +123,7 @@ def test_an_answer_may_take_longer_than_a_head(service, monkeypatch):
         assert answer.json()["choices"][0]["message"]["content"] == "late"
 
 
-@pytest.mark.parametrize(("patience", "whole"), [(0.2, 60.0), (60.0, 0.4)])
+@pytest.mark.parametrize(("patience", "whole"), [(0.2, 60.0), (60.0, 1.5)])
 def test_a_body_that_does_not_come_in_time_is_given_up(service, monkeypatch, patience, whole):
     monkeypatch.setattr(security, "BODY_PATIENCE", patience)
     monkeypatch.setattr(security, "BODY_TIME", whole)

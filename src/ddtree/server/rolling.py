@@ -22,7 +22,7 @@ _NOTHING = (0, 0, 0.0)
 
 
 class Rolling:
-    """What the last 10 seconds' rounds, each arm's last 256, and the last 32 answers were like.
+    """What the last 10 seconds' rounds, each arm's last 256, and the last 32 answers of a kind were like.
 
     Args:
         now: a clock in seconds.

@@ -72,8 +72,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=Connection,
-            # uvicorn's own check comes later, and never finds too many.
-            limit_concurrency=service.limits.max_connections + 1,
+            limit_concurrency=service.limits.max_connections,
             lifespan="off",
             ws="none",
             log_level="info" if access_log else "warning",

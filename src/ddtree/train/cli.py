@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     sharded = fsdp_asked(args.fsdp, device)
     loaded = None
     if not set(steps) <= _WITHOUT_TARGET:
-        # Before the processes meet: then transformers may leave the loading to the first of them.
+        # Before the processes meet: afterwards transformers may let the first of them alone load.
         loaded = load_causal_lm(args.target, "cpu" if sharded else device, args.dtype)
     group = Group.join(device, sharded)
     try:
