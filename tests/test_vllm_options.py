@@ -150,7 +150,10 @@ def test_vllms_own_options_come_last(flags, target):
 
 @pytest.mark.parametrize(
     "option",
-    ["--worker-cls=x", "--speculative_config", "--additional-config", "--logits-processors", "--async-scheduling"],
+    [
+        "--worker-cls=x", "--speculative_config", "-sc", "--speculative-config.method", "--spec-method",
+        "--additional-config", "--logits-processors", "--async-scheduling",
+    ],
 )  # fmt: skip
 def test_vllms_options_that_the_plugin_sets_are_refused_unless_it_is_off(flags, option):
     with pytest.raises(ConfigError, match="set by the plugin"):

@@ -1,5 +1,7 @@
 """What draft trees in vLLM are refused for, from a model's config and the engine's arguments."""
 
+from types import SimpleNamespace
+
 import pytest
 from transformers import (
     BloomConfig,
@@ -21,6 +23,7 @@ from transformers import (
 
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.vllm import refusals
+from ddtree.vllm.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -95,3 +98,35 @@ def test_what_vllm_sets_by_itself_passes():
             "scheduler_cls": None,
         }
     )
+
+
+def engine_config(**changed):
+    """As vLLM makes it of the plugin's arguments."""
+    given = Settings(nodes=8).engine_arguments()
+    return SimpleNamespace(
+        speculative_config=changed.get(
+            "speculative_config", SimpleNamespace(**given["speculative_config"] | changed)
+        ),
+        model_config=SimpleNamespace(
+            logits_processors=changed.get("logits_processors", given["logits_processors"])
+        ),
+    )
+
+
+def test_the_whole_plugin_passes():
+    refusals.check_plugin(engine_config(), 8)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"speculative_config": None},
+        {"model": "ngram"},
+        {"num_speculative_tokens": 7},
+        {"logits_processors": None},
+        {"logits_processors": ["other:Processor"]},
+    ],
+)
+def test_the_worker_without_a_part_of_the_plugin_is_refused(changed):
+    with pytest.raises(ConfigError, match="engine_arguments"):
+        refusals.check_plugin(engine_config(**changed), 8)

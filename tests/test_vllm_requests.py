@@ -13,7 +13,7 @@ from ddtree.vllm.http import METRICS, Middleware, Refusal, translate
 PLAIN = dict(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
     frequency_penalty=0.0, min_tokens=0, max_tokens=16, seed=None, logit_bias=None, structured_outputs=None,
-    allowed_token_ids=None, watermarking=None, _bad_words_token_ids=None,
+    allowed_token_ids=None, watermarking=None, thinking_token_budget=None, _bad_words_token_ids=None,
 )  # fmt: skip
 DEFAULTS = SimpleNamespace(**PLAIN)
 
@@ -95,10 +95,26 @@ def test_fields_that_trees_do_not_know_are_named_unless_they_ask_for_nothing():
     assert name == "structured_outputs" and "grammar" in message
     name, message = requests.unsupported(params(allowed_token_ids=[1]), DEFAULTS, names)
     assert name == "allowed_token_ids" and "logit_bias" in message
+    name, _ = requests.unsupported(params(thinking_token_budget=0), DEFAULTS, names)
+    assert name == "thinking_token_budget"
+
+
+def test_token_ids_that_the_model_lacks_are_left_out():
+    drawn = requests.sampling(
+        params(_bad_words_token_ids=[[5], [3, 64]]), requests.Asked({}, 0.0, {63: 1.0, 64: 2.0})
+    )
+    kept = requests.within(drawn, 64)
+    assert kept.logit_bias == {63: 1.0} and kept.bad_words == ((5,),)
+
+
+def test_text_nested_too_deeply_is_the_requests_error():
+    with pytest.raises(ConfigError, match="object"):
+        requests.asked({"ddtree": "[" * 100_000})
 
 
 def test_requests_that_say_nothing_of_drafting_are_not_touched():
-    for sent in (body(temperature=0), b"{", b"[]", b"", b'["min_p"]', b'{"min_p'):
+    nested = b'{"min_p": ' + b"[" * 100_000
+    for sent in (body(temperature=0), b"{", b"[]", b"", b'["min_p"]', b'{"min_p', nested):
         assert translate(sent) is sent
 
 
@@ -141,6 +157,13 @@ def test_what_is_wrong_in_a_request_is_refused_with_its_field(fields, param):
     with pytest.raises(Refusal) as refused:
         translate(body(**fields))
     assert refused.value.param == param
+
+
+def test_a_bias_of_a_token_that_the_model_lacks_is_refused():
+    assert translate(body(logit_bias={"63": 1}), 64)
+    with pytest.raises(Refusal, match="logit_bias names token 64") as refused:
+        translate(body(logit_bias={"64": 1}), 64)
+    assert refused.value.param == "logit_bias"
 
 
 class App:
@@ -193,6 +216,13 @@ def test_the_middleware_refuses_in_openais_form():
         and error["code"] == 400
         and "choose auto, off, chain or tree" in error["message"]
     )
+
+
+def test_the_middleware_knows_the_vocabulary():
+    model = SimpleNamespace(get_vocab_size=lambda: 64)
+    app = SimpleNamespace(state=SimpleNamespace(vllm_config=SimpleNamespace(model_config=model)))
+    status, _ = asked_of_middleware(body(logit_bias={"64": 1}), app=app)
+    assert status == 400
 
 
 def test_the_counters_of_all_engines_are_summed():

@@ -38,7 +38,7 @@ def engine(model: Any, load: Load | None = None, **arguments: Any) -> Iterator[L
     )
     fields = {name: arguments.pop(name) for name in ("nodes", "feature_bytes") if name in arguments}
     own = Settings(
-        drafter=arguments.pop("drafter", "lookup"), drafting=drafting, seed=1, **{"nodes": NODES, **fields}
+        drafter=arguments.pop("drafter", "lookup"), drafting=drafting, **{"nodes": NODES, **fields}
     )
     given = {} if load is None else own.engine_arguments()
     defaults = {

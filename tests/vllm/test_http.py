@@ -214,6 +214,7 @@ def test_openais_client_says_how_to_draft(client, plain):
         ({"vllm_xargs": {"ddtree": "{"}}, None),
         ({"min_p": 3}, "min_p"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
         ({"presence_penalty": 7}, None),
         ({"repetition_penalty": 5000.0}, "repetition_penalty"),
         ({"response_format": {"type": "json_object"}}, "structured_outputs"),

@@ -104,3 +104,21 @@ def test_a_drafter_that_fails_costs_no_text(known):
         for _ in range(2):
             assert answers(made, PROMPTS[:2], params(TOKENS)) == known[1][:2]
         assert 0 < counters(made)["accepted"] < 60
+
+
+class Clinging(Scripted):
+    """Breaks when a request has ended."""
+
+    def drop_row(self, row):
+        raise RuntimeError("broken")
+
+
+def test_a_drafter_that_fails_at_an_end_costs_no_text(known):
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
+    with engine(known[0], lambda spec, target: Clinging(texts)) as made:
+        assert answers(made, PROMPTS[:1], params(TOKENS)) == known[1][:1]
+        before = counters(made)["nodes"]
+        assert before
+        for _ in range(2):
+            assert answers(made, PROMPTS, params(TOKENS)) == known[1]
+        assert counters(made)["nodes"] == before

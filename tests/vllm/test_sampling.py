@@ -71,6 +71,13 @@ def test_requests_without_a_seed_differ_and_sample(known):
     assert len({tuple(text) for text in found}) == 6
 
 
+def test_tokens_that_the_model_lacks_do_not_end_the_engine(known):
+    asked = params(TOKENS, **ASKED[0], extra_args={"ddtree": {"logit_bias": {10**6: 100.0}}})
+    asked._bad_words_token_ids = [[10**6]]
+    with engine(known[0], lambda spec, target: Scripted([])) as made:
+        assert answers(made, PROMPTS, asked) == known[1][0]
+
+
 def test_end_of_text_waits_for_min_tokens(known):
     text = known[1][0][0]
     with engine(known[0], lambda spec, target: Scripted([PROMPTS[0] + text])) as made:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ddtree.errors import ConfigError
+from ddtree.params import SamplingParams, check_vocabulary
 from ddtree.vllm import counters, requests
 from ddtree.vllm.settings import KEY
 
@@ -60,7 +61,7 @@ class Middleware:
             return await self.app(scope, receive, send)
         body = await _body(receive)
         try:
-            changed = translate(body)
+            changed = translate(body, _vocabulary(scope))
         except Refusal as error:
             return await _answer(send, 400, _error(error), "application/json")
         if changed is not body:
@@ -69,17 +70,22 @@ class Middleware:
         await self.app(scope, _replay(changed, receive), send)
 
 
-def translate(body: bytes) -> bytes:
+def translate(body: bytes, vocab_size: int | None = None) -> bytes:
     """A request's body as vLLM takes it; the same object where nothing in it concerns drafting.
 
+    Args:
+        body: as the client sent it.
+        vocab_size: of the model; None: token ids are not checked.
+
     Raises:
-        Refusal: `ddtree` is no object of known fields, or a field asks for a grammar by one of its former names.
+        Refusal: `ddtree` is no object of known fields, a value is out of range, or a field asks for a grammar by one
+            of its former names.
     """
     if not any(b'"%s"' % name.encode() in body for name in _LOOKED_AT):
         return body
     try:
         sent = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body
     if not isinstance(sent, dict):
         return body
@@ -93,7 +99,9 @@ def translate(body: bytes) -> bytes:
     try:
         requests.asked({KEY: mine})
         wanted = {**(mine or {}), **{name: value for name, value in moved.items() if value}}
-        requests.asked({KEY: wanted})
+        asked = requests.asked({KEY: wanted})
+        if vocab_size is not None:
+            check_vocabulary(SamplingParams(logit_bias=asked.logit_bias), vocab_size)
     except ConfigError as error:
         named = requests.named_in(str(error), requests.SAMPLED_HERE)
         raise Refusal(str(error), named or KEY) from error
@@ -101,6 +109,11 @@ def translate(body: bytes) -> bytes:
         others = sent.get(ARGUMENTS)
         sent[ARGUMENTS] = {**(others if isinstance(others, dict) else {}), KEY: json.dumps(wanted)}
     return json.dumps(sent).encode()
+
+
+def _vocabulary(scope: Scope) -> int | None:
+    config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+    return None if config is None else int(config.model_config.get_vocab_size())
 
 
 def _is_json(scope: Scope) -> bool:

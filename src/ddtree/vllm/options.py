@@ -16,8 +16,11 @@ from ddtree.pretrained import locate
 from ddtree.vllm.settings import Drafting, Settings
 
 MIDDLEWARE = "ddtree.vllm.http.Middleware"
-# What the plugin sets itself; another value would take it out of the engine.
-_TAKEN = ("worker-cls", "speculative-config", "additional-config", "logits-processors", "async-scheduling")
+# What the plugin sets itself, by every name that vLLM has for it; another value would take it out of the engine.
+_TAKEN = (
+    "worker-cls", "speculative-config", "sc", "spec-method", "spec-model", "spec-tokens", "additional-config",
+    "logits-processors", "async-scheduling",
+)  # fmt: skip
 _ELSEWHERE = {
     "max_waiting": "give -- --max-num-queued-reqs N",
     "max_tokens": "give -- --override-generation-config '{\"max_new_tokens\": N}'",
@@ -114,9 +117,10 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
 
 def _drafting_flags(settings: Settings, further: Sequence[str]) -> list[str]:
     for option in further:
-        name = option.partition("=")[0].lstrip("-").removeprefix("no-").replace("_", "-")
-        if option.startswith("-") and name in _TAKEN:
-            raise ConfigError(f"--{name} is set by the plugin: leave it out, or give --drafting off")
+        # Fields of an option that takes an object may be given one by one, after a dot.
+        written = option.partition("=")[0].partition(".")[0]
+        if option.startswith("-") and written.lstrip("-").removeprefix("no-").replace("_", "-") in _TAKEN:
+            raise ConfigError(f"{written} is set by the plugin: leave it out, or give --drafting off")
     found = ["--middleware", MIDDLEWARE]
     for name, value in settings.engine_arguments().items():
         found += _flag(name.replace("_", "-"), value)

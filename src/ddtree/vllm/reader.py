@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import replace
 from typing import Any
 
-from ddtree.noise import MAX_SEED
 from ddtree.policy import Request
 from ddtree.sampling import Sampler
 from ddtree.vllm import requests
@@ -41,9 +38,7 @@ class Reader:
     ) -> None:  # fmt: skip
         params = state.sampling_params
         asked = requests.asked(params.extra_args)
-        sampling = requests.sampling(params, asked)
-        if sampling.seed is None and settings.seed is not None:
-            sampling = replace(sampling, seed=_derived(settings.seed, name))
+        sampling = requests.within(requests.sampling(params, asked), vocab_size)
         self.name = name
         self.tokens: list[int] = [*state.prompt_token_ids, *state.output_token_ids]
         self.prompt_length = len(state.prompt_token_ids)
@@ -90,9 +85,3 @@ def _request(
     if method == "off" or budget == 0 or not members:
         return Request("off", 0, (), 0, sampled)
     return Request(method, budget, members, min(drafting.depth, max_depth), sampled)
-
-
-def _derived(seed: int, name: str) -> int:
-    """A request's own seed, the same in every process."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") % MAX_SEED

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddtree.errors import ConfigError, UnsupportedModelError
+from ddtree.vllm.settings import ADMISSION, PROPOSER
 
 INSTEAD = "use ddtree's own engine, or plain vLLM with --drafting off"
 _PLAIN_KV = ("auto", "float32", "float", "bfloat16", "float16", "half")
@@ -48,14 +49,40 @@ def check_engine(arguments: Mapping[str, Any]) -> None:
         )
 
 
+def check_plugin(vllm_config: Any, nodes: int) -> None:
+    """Refuse an engine that has the worker without the rest of the plugin.
+
+    Without its check of requests, what cannot be exact would be answered; with fewer drafted tokens than a tree may
+    have, vLLM's counters would fail.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        nodes: most drafted nodes of a request in a step.
+
+    Raises:
+        ConfigError: a part is missing, or another stands in its place.
+    """
+    drafting = vllm_config.speculative_config
+    if (
+        drafting is None
+        or drafting.model != PROPOSER
+        or drafting.num_speculative_tokens < nodes
+        or ADMISSION not in (vllm_config.model_config.logits_processors or ())
+    ):
+        raise ConfigError(
+            "the engine has ddtree's worker without the rest of the plugin: give it Settings.engine_arguments() as "
+            "they are"
+        )
+
+
 def check_vllm_config(vllm_config: Any) -> None:
-    """The same for a config that vLLM has made of its arguments.
+    """`check_engine` and `check_model` for a config that vLLM has made of its arguments.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
 
     Raises:
-        ConfigError, UnsupportedModelError: as above.
+        ConfigError, UnsupportedModelError: as they do.
     """
     check_engine(engine_arguments(vllm_config))
     model = vllm_config.model_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddtree.errors import ConfigError
@@ -15,7 +15,8 @@ from ddtree.vllm.settings import KEY, SAMPLING, Drafting
 
 SAMPLED_HERE = ("min_p", "logit_bias")
 """Fields that vLLM refuses beside any drafting; they come in `extra_args` and are applied on each path of a tree."""
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {}, 0)
+# A 0 may ask for something: `thinking_token_budget` does.
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _INSTEAD = {
     "structured_outputs": "answers cannot be held to a grammar while trees are drafted: leave it out",
     "allowed_token_ids": "use logit_bias",
@@ -47,7 +48,7 @@ def asked(extra_args: Mapping[str, Any] | None) -> Asked:
     if isinstance(said, str):
         try:
             said = json.loads(said)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{KEY} must be an object, or one written as JSON, not {said!r}") from error
     if said is None:
         return Asked()
@@ -83,6 +84,18 @@ def sampling(params: Any, asked: Asked) -> SamplingParams:
         max_tokens=MAX_TOKEN if params.max_tokens is None else params.max_tokens,
         # Clients send any 64-bit number.
         seed=None if params.seed is None else params.seed % MAX_SEED,
+    )
+
+
+def within(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The same without token ids that the model lacks.
+
+    They have no effect on a text, the front end cannot tell them all, and an error in the worker would end the engine.
+    """
+    return replace(
+        sampling,
+        logit_bias={token: bias for token, bias in sampling.logit_bias.items() if token < vocab_size},
+        bad_words=tuple(word for word in sampling.bad_words if max(word) < vocab_size),
     )
 
 

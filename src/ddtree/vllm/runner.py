@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ddtree.drafters.loading import folder_of, load_drafter
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.policy import Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel
-from ddtree.vllm import attention
+from ddtree.vllm import attention, refusals
 from ddtree.vllm.drafting import Drafting
 from ddtree.vllm.planning import Figures, Planning
 from ddtree.vllm.reader import Reader
@@ -49,6 +50,7 @@ class TreeRunner(CPUModelRunner):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         self.settings = Settings.from_dict((vllm_config.additional_config or {}).get(KEY))
+        refusals.check_plugin(vllm_config, self.settings.nodes)
         config = vllm_config.model_config
         # They check requests in the front end, and would be refused beside drafting here.
         kept, config.logits_processors = config.logits_processors, None
@@ -61,6 +63,7 @@ class TreeRunner(CPUModelRunner):
         self._verified: dict[str, Verified] = {}
         self._started = 0.0
         self._broken = False
+        self._remembered: Path | None = None
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
@@ -115,7 +118,7 @@ class TreeRunner(CPUModelRunner):
 
     def remember(self) -> None:
         """Keep what was learnt of the drafter's acceptance for the next time, where it can be written."""
-        if self.planning.policy is not None:
+        if self._remembered is not None and self.planning.policy is not None:
             with suppress(ConfigError):
                 memory.save(self._remembered, self.planning.policy.acceptance)
 
@@ -131,9 +134,10 @@ class TreeRunner(CPUModelRunner):
         return super().execute_model(*args, **kwargs)
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        for name in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
-            if name in self.readers and not self._broken:
-                self.drafting.leave(self.readers[name])
+        with self._guarded():
+            for name in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+                if name in self.readers and not self._broken:
+                    self.drafting.leave(self.readers[name])
         for name in scheduler_output.finished_req_ids:
             self.readers.pop(name, None)
         later = super()._update_states(scheduler_output)
@@ -146,9 +150,19 @@ class TreeRunner(CPUModelRunner):
                     self.drafting.drafter.max_depth,
                 )  # fmt: skip
             reader.follow(state)
-            if reader.drafts and not self._broken and reader.seen < state.num_computed_tokens:
-                self.drafting.known(reader, state.num_computed_tokens)
+            if reader.drafts and not self._broken:
+                with self._guarded():
+                    self.drafting.known(reader, state.num_computed_tokens)
         return later
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """An error in drafting would end the engine; without drafts it goes on, and its texts are the same."""
+        try:
+            yield
+        except Exception:
+            logger.exception("Drafting has failed, and is off from now on.")
+            self._broken = True
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
@@ -237,15 +251,11 @@ class TreeRunner(CPUModelRunner):
         readers = [self.readers[name] for name in self.input_batch.req_ids]
         drafted: dict[str, list[int]] = {}
         if not self._broken:
-            started = time.perf_counter()
-            try:
+            with self._guarded():
+                started = time.perf_counter()
                 self._observe(aux_hidden_states)
                 self.planning.clock("commit", time.perf_counter() - started)
                 drafted = self.planning.draft(readers, self._rows, self._verified)
-            except Exception:
-                # An error would end the engine; without drafts it goes on, and its texts are the same.
-                logger.exception("Drafting has failed, and is off from now on.")
-                self._broken = True
         for reader in readers:
             if reader.name not in drafted:
                 reader.drafted = None

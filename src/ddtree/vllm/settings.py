@@ -9,7 +9,6 @@ from typing import Any
 
 from ddtree.checks import check_drafting
 from ddtree.errors import ConfigError
-from ddtree.noise import MAX_SEED
 from ddtree.params import check_whole
 from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH
@@ -96,7 +95,6 @@ class Settings:
         drafting: of requests that say nothing.
         nodes: most drafted nodes of any request in a step, which the engine reserves room for: its
             `num_speculative_tokens`.
-        seed: that requests without one start from; None draws one for each.
         feature_bytes: memory for the features of prompts whose keys and values the engine's prefix cache may hold.
 
     Raises:
@@ -106,7 +104,6 @@ class Settings:
     drafter: str | tuple[str, ...] = "lookup"
     drafting: Drafting = field(default_factory=Drafting)
     nodes: int = 32
-    seed: int | None = None
     feature_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
@@ -115,13 +112,11 @@ class Settings:
             raise ConfigError(f"drafter={self.drafter!r} must be a drafter's name, or several")
         for name, value, low, high in (
             ("nodes", self.nodes, 1, MAX_BUDGET),
-            ("seed", self.seed, 0, MAX_SEED - 1),
             ("feature_bytes", self.feature_bytes, 0, 2**63),
         ):
-            if value is not None:
-                check_whole(name, value)
-                if not low <= value <= high:
-                    raise ConfigError(f"{name}={value} is outside {low}..{high}")
+            check_whole(name, value)
+            if not low <= value <= high:
+                raise ConfigError(f"{name}={value} is outside {low}..{high}")
 
     @property
     def named(self) -> str | list[str]:
