@@ -116,6 +116,25 @@ def test_stop_tokens_end_an_answer_within_a_path(known):
             assert found == text[: text.index(stop) + 1]
 
 
+def test_requests_that_are_given_up_leave_the_others_and_nothing_else(known):
+    found = {}
+    with engine(known[0], oracle(known)) as made:
+        core = made.llm_engine
+        for name, prompt in zip("abcd", PROMPTS, strict=True):
+            core.add_request(name, {"prompt_token_ids": prompt}, params(TOKENS))
+        for _ in range(3):
+            core.step()
+        core.abort_request(["b", "c"])
+        while core.has_unfinished_requests():
+            found |= {output.request_id: list(output.outputs[0].token_ids) for output in core.step()}
+        # What has ended is told to the worker with the next step.
+        assert answers(made, PROMPTS[:1], params(1)) == [known[1][0][:1]]
+        worker = core.engine_core.engine_core.model_executor.driver_worker
+        runner = getattr(worker, "worker", worker).model_runner
+        assert len(runner.readers) == len(runner.drafting.rows) == 1
+    assert (found["a"], found["d"]) == (known[1][0], known[1][3])
+
+
 def test_requests_may_ask_for_less(known):
     asked = [
         {},

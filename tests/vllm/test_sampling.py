@@ -71,6 +71,18 @@ def test_requests_without_a_seed_differ_and_sample(known):
     assert len({tuple(text) for text in found}) == 6
 
 
+def test_several_answers_of_a_prompt_have_seeds_of_their_own(known):
+    drawn = {"temperature": 1.0, "seed": 3}
+    with engine(known[0], lambda spec, target: Scripted([])) as made:
+        (several,) = made.generate(
+            [{"prompt_token_ids": PROMPTS[0]}], params(TOKENS, n=3, **drawn), use_tqdm=False
+        )
+        alone = [
+            answers(made, PROMPTS[:1], params(TOKENS, **{**drawn, "seed": seed}))[0] for seed in (3, 4, 5)
+        ]
+    assert [list(answer.token_ids) for answer in several.outputs] == alone
+
+
 def test_tokens_that_the_model_lacks_do_not_end_the_engine(known):
     asked = params(TOKENS, **ASKED[0], extra_args={"ddtree": {"logit_bias": {10**6: 100.0}}})
     asked._bad_words_token_ids = [[10**6]]
@@ -90,8 +102,6 @@ def test_end_of_text_waits_for_min_tokens(known):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_log_probabilities_are_the_models_own(known, temperature):
-    reports = []
-    texts = [prompt + text for prompt, text in zip(PROMPTS, known[1][0], strict=True)]
     asked = params(24, temperature=temperature, seed=3, logprobs=4)
     with engine(known[0]) as stock:
         greedy = [answers(stock, [prompt], params(24))[0] for prompt in PROMPTS]
