@@ -332,8 +332,7 @@ class Controller:
             known.remove(OFF)
         best = max(known, key=self.speed)
         ours, theirs = self.speed(self.current), self.speed(best)
-        # Rounds of the full arm show what the others would have made, so what is as good as it gives way to it.
-        margin = 1.0 if best == self._full else max(_MARGIN, 1 + self._doubt(best))
+        margin = max(_MARGIN, 1 + self._doubt(best))
         if theirs > ours * margin:
             reason = f"{theirs:.1f} against {ours:.1f} tokens a second a row"
             self.switches.append(Switch(self.rounds, str(self.current), str(best), reason))

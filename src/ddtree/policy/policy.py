@@ -172,11 +172,11 @@ class Policy:
         assert now is not None
         rows, width = len(paths), max(tree.sizes)
         names = _names(choice.arm for choice in now.choices)
-        # A drafter that paused, or has a prompt before it, first takes in what was committed meanwhile.
+        # A drafter that paused, or has a prompt before it, first takes in what was committed meanwhile: such a round
+        # tells only that others take no longer.
         settled = self._drafted.issuperset(names) and not now.fresh
         self._drafted = frozenset(names)
-        if settled:
-            self._time(now, names, rows, width, seconds)
+        self._time(now, names, rows, width, seconds, settled)
         for request, group in now.groups.items():
             mine = [row for row, asked in enumerate(now.requests) if asked == request and now.whole[row]]
             if not mine:
@@ -190,9 +190,11 @@ class Policy:
             if arm != OFF:
                 for row in mine:
                     self._acceptance(arm, request).play(tree.sizes[row] - 1, len(paths[row]) - 1)
-            if len(mine) == rows and settled:
+            if len(mine) == rows:
                 predicted = self.costs.round(width - 1, rows, now.context, arm.members, now.sampled)
-                group.controller.time(arm, sum(seconds[part] for part in _ROUND) / predicted)
+                ratio = sum(seconds[part] for part in _ROUND) / predicted
+                if settled or ratio < 1:
+                    group.controller.time(arm, ratio)
         if width > 1:
             self._accept(now, tree, paths)
 
@@ -206,10 +208,14 @@ class Policy:
         foretold = {}
         proposed = dict(now.proposals())
         for arm in controller.figures:
-            if arm in (OFF, played) or not proposed.keys() >= set(arm.members):
+            if arm in (OFF, played) or not set(now.choices[rows[0]].arm.members).issuperset(arm.members):
                 continue
-            trees = [proposed[name] for name in arm.members]
-            tree = trees[0] if len(trees) == 1 else merge(trees, [size - 1 for size in trees[0].sizes])
+            trees = [proposed[name] for name in arm.members if name in proposed]
+            if not trees:
+                foretold[arm] = Made(1.0, 0.0, 1.0)
+                continue
+            budgets = [choice.budget for choice in now.choices]
+            tree = trees[0] if len(trees) == 1 else merge(trees, budgets)
             outcomes = [outcome(tree, row, answers[row], arm.method == "chain") for row in rows]
             known = self._acceptance(arm, now.requests[rows[0]])
             widest = max(len(own.depths) for own in outcomes)
@@ -303,13 +309,21 @@ class Policy:
             )
 
     def _time(
-        self, now: _Round, names: Sequence[str], rows: int, width: int, seconds: Mapping[str, float]
+        self,
+        now: _Round,
+        names: Sequence[str],
+        rows: int,
+        width: int,
+        seconds: Mapping[str, float],
+        settled: bool,
     ) -> None:
         observe = self.latency.observe
         observe("verify", self.costs.verify(width - 1, rows, now.context), seconds["verify"])
         if names and all(now.whole):
             predicted = self.costs.draft(max(now.sizes) - 1, rows, now.context, names, now.sampled)
-            observe("draft", predicted, seconds["draft"] + seconds["build"], marked(names, now.sampled))
+            drafted = seconds["draft"] + seconds["build"]
+            if settled or drafted < predicted:
+                observe("draft", predicted, drafted, marked(names, now.sampled))
         observe("overhead", self.latency.overhead(), seconds["walk"] + seconds["commit"])
 
 
