@@ -124,9 +124,9 @@ def run(args: argparse.Namespace) -> int:
 def _on_vllm(args: argparse.Namespace) -> int:
     from ddtree.vllm.launch import serve
 
-    nothing = argparse.ArgumentParser()
-    add_arguments(nothing)
-    return serve(args, nothing.parse_args([]), _api_keys(args), args.further)
+    defaults = argparse.ArgumentParser()
+    add_arguments(defaults)
+    return serve(args, defaults.parse_args([]), _api_keys(args), args.further)
 
 
 def _limits(args: argparse.Namespace) -> Limits:

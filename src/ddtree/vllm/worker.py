@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 from vllm.v1.worker import cpu_worker
 
@@ -27,8 +26,12 @@ class TreeWorker(cpu_worker.CPUWorker):
                 "draft trees run on vLLM's V1 model runner: unset VLLM_USE_V2_MODEL_RUNNER"
             )
         # The class is looked up in the module, and no other place asks for it meanwhile.
-        with mock.patch.object(cpu_worker, "CPUModelRunner", TreeRunner):
+        stock = cpu_worker.CPUModelRunner
+        cpu_worker.CPUModelRunner = TreeRunner
+        try:
             super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = stock
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
