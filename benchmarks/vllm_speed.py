@@ -106,6 +106,7 @@ def main() -> int:
     children = {}
     try:
         for way in ways:
+            args.logs.mkdir(parents=True, exist_ok=True)
             log = args.logs / f"vllm_speed-{len(children)}.log"
             children[way] = Child(way, log, setup)
         raw = run(children, args, setup["model"])
