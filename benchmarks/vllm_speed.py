@@ -103,10 +103,10 @@ def main() -> int:
             "kv_cache_memory_bytes": 2**28, "enable_prefix_caching": False,
         },
     }  # fmt: skip
+    args.logs.mkdir(parents=True, exist_ok=True)
     children = {}
     try:
         for way in ways:
-            args.logs.mkdir(parents=True, exist_ok=True)
             log = args.logs / f"vllm_speed-{len(children)}.log"
             children[way] = Child(way, log, setup)
         raw = run(children, args, setup["model"])
