@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +16,7 @@ import torch
 from ddtree import prompts
 from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.cache import out_of_memory
+from ddtree.checks import suggestion
 from ddtree.demo import NAME as DEMO
 from ddtree.demo import demo_drafter
 from ddtree.drafters import Drafter, parts_of
@@ -24,7 +24,7 @@ from ddtree.drafters.loading import DrafterSpec, folder_of, load_drafter
 from ddtree.engine import Engine, Sequence
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.params import check_whole
-from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
+from ddtree.policy import UNMEASURED_BUDGET, AutoBudget, AutoMethod, Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel
 from ddtree.pretrained import check_causal_lm, load_causal_lm
 from ddtree.prompts import Message, Prompt
@@ -37,7 +37,6 @@ __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Strea
 
 MAX_TOKENS = 512
 """Most tokens of an answer where nothing else is said."""
-_UNMEASURED_BUDGET = 16
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -292,8 +291,7 @@ class Model:
     def _params(self, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
         for name in sampling:
             if name not in _SAMPLING_FIELDS:
-                near = get_close_matches(name, (*_SAMPLING_FIELDS, "method", "budget", "depth", "chat"), 1)
-                hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(_SAMPLING_FIELDS)}"
+                hint = suggestion(name, _SAMPLING_FIELDS, also=("method", "budget", "depth", "chat"))
                 raise ConfigError(f"unknown option {name!r}: {hint}")
         if params is not None and not isinstance(params, SamplingParams):
             raise ConfigError(
@@ -351,7 +349,7 @@ class Model:
             return "off", 0
         if "auto" in (method, budget) and not self.prepare():
             method = "tree" if method == "auto" else method
-            budget = _UNMEASURED_BUDGET if budget == "auto" else budget
+            budget = UNMEASURED_BUDGET if budget == "auto" else budget
         return method, budget
 
     def prepare(self) -> bool:

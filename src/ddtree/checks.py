@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
+
 from ddtree.errors import ConfigError, PromptError
 from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH
+
+
+def suggestion(name: object, known: Sequence[str], also: Sequence[str] = ()) -> str:
+    """What to write in place of an unknown name: the nearest one of `known` and `also`, else the list of `known`."""
+    near = get_close_matches(str(name), [*known, *also], 1)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
 
 
 def check_drafting(method: AutoMethod, budget: AutoBudget, depth: int) -> None:

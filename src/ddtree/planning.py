@@ -10,9 +10,32 @@ from ddtree.checks import check_drafting, check_members
 from ddtree.drafters import Drafter, DraftRow, behind_of, parts_of
 from ddtree.errors import ConfigError
 from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
+from ddtree.sampling import Sampler
 from ddtree.sequence import Sequence
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree
+
+
+def draft_row(tokens: list[int], sampler: Sampler, choice: Choice, depth: int, most: int) -> DraftRow:
+    """What a drafter is told of a row.
+
+    Args:
+        tokens: of its text, the bonus token last.
+        sampler: of its text.
+        choice: how it is drafted for.
+        depth: how far ahead.
+        most: drafted nodes that there is room for.
+    """
+    return DraftRow(
+        tokens,
+        min(choice.budget, most),
+        depth,
+        choice.arm.method == "chain",
+        None if sampler.greedy else sampler.noise,
+        sampler.params.temperature,
+        choice.floor,
+        choice.arm.members,
+    )
 
 
 @dataclass(frozen=True)
@@ -109,16 +132,7 @@ class Planner:
         room = self._target.max_context - len(sequence.tokens) - 1
         left = sequence.params.max_tokens - sequence.output_length - 1
         depth = 0 if choice.arm == OFF else max(0, min(sequence.request.depth, room, left))
-        return DraftRow(
-            sequence.tokens,
-            min(choice.budget, most),
-            depth,
-            choice.arm.method == "chain",
-            None if sequence.params.greedy else sequence.sampler.noise,
-            sequence.params.temperature,
-            choice.floor,
-            choice.arm.members,
-        )
+        return draft_row(sequence.tokens, sequence.sampler, choice, depth, most)
 
     def _draft(self, asked: list[DraftRow]) -> DraftTree:
         if self._drafter is None or not any(row.depth for row in asked):

@@ -84,17 +84,20 @@ def parts_of(drafter: Any) -> list[Any]:
     return [] if drafter is None else list(getattr(drafter, "drafters", [drafter]))
 
 
+def with_parts(drafter: Any) -> list[Any]:
+    """A drafter and all that it merges, at any depth; none of None."""
+    if drafter is None:
+        return []
+    return [drafter, *(inner for part in getattr(drafter, "drafters", ()) for inner in with_parts(part))]
+
+
 def holdings_of(drafter: Any) -> list[Holding]:
     """What a drafter and those that it merges keep of every token."""
-    own = drafter.holdings() if isinstance(drafter, Holder) else []
-    return own + [holding for part in _merged(drafter) for holding in holdings_of(part)]
+    return [
+        holding for part in with_parts(drafter) if isinstance(part, Holder) for holding in part.holdings()
+    ]
 
 
 def behind_of(drafter: Any) -> set[int]:
     """The rows that a drafter, or one that it merges, left out of its last draft to catch up with their texts first."""
-    own = set(drafter.behind) if isinstance(drafter, Late) else set()
-    return own.union(*(behind_of(part) for part in _merged(drafter)))
-
-
-def _merged(drafter: Any) -> list[Any]:
-    return getattr(drafter, "drafters", [])
+    return {row for part in with_parts(drafter) if isinstance(part, Late) for row in part.behind}

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 from weakref import WeakValueDictionary
 
+from ddtree.drafters import with_parts
 from ddtree.errors import ConfigError
 
 # A user holds its drafters, so that an id stays theirs for as long as the user is here.
@@ -19,7 +20,7 @@ def claim(drafter: Any, user: object) -> None:
     Raises:
         ConfigError: it, or a part of it, is in use elsewhere.
     """
-    parts = _parts(drafter)
+    parts = with_parts(drafter)
     with _lock:
         for part in parts:
             if _users.get(id(part), user) is not user:
@@ -34,12 +35,6 @@ def claim(drafter: Any, user: object) -> None:
 def release(drafter: Any, user: object) -> None:
     """Let others use what `user` had claimed; nothing happens to what it had not."""
     with _lock:
-        for part in _parts(drafter):
+        for part in with_parts(drafter):
             if _users.get(id(part)) is user:
                 del _users[id(part)]
-
-
-def _parts(drafter: Any) -> list[Any]:
-    if drafter is None:
-        return []
-    return [drafter, *(inner for part in getattr(drafter, "drafters", ()) for inner in _parts(part))]

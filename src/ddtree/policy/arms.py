@@ -28,6 +28,8 @@ class Arm:
 
 
 OFF = Arm("off")
+UNMEASURED_BUDGET = 16
+"""Nodes where budgets are to be found, and nothing was measured to find them by."""
 
 
 def arms_for(method: AutoMethod, members: Sequence[str], free: Collection[str] = ()) -> list[Arm]:

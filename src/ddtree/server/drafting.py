@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
+from ddtree.checks import suggestion
 from ddtree.errors import ConfigError
 from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH
@@ -59,9 +59,7 @@ class Drafting:
             raise ConfigError(f"drafting must be an object of {', '.join(_FIELDS)}, not {overrides!r}")
         for name in overrides:
             if name not in _FIELDS:
-                near = get_close_matches(str(name), _FIELDS, 1)
-                hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(_FIELDS)}"
-                raise ConfigError(f"unknown drafting field {name!r}: {hint}")
+                raise ConfigError(f"unknown drafting field {name!r}: {suggestion(name, _FIELDS)}")
         return replace(self, **overrides)
 
     def check_drafter(self, loaded: Sequence[str]) -> None:

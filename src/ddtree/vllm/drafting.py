@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddtree.drafters import Drafter, DraftRow, parts_of
+from ddtree.planning import draft_row
 from ddtree.policy import OFF, Choice
 from ddtree.rows import drop_row
 from ddtree.stats import Clock
@@ -122,19 +123,9 @@ class Drafting:
         return max(0, min(reader.request.depth, room, reader.left - 1))
 
     def _draft_row(self, reader: Reader, choice: Choice | None, most: int) -> DraftRow:
-        sampler = reader.sampler
         if choice is None or choice.arm == OFF:
             return DraftRow(reader.tokens, 0, 0)
-        return DraftRow(
-            reader.tokens,
-            min(choice.budget, self._nodes, most),
-            self.depth(reader),
-            choice.arm.method == "chain",
-            None if sampler.greedy else sampler.noise,
-            sampler.params.temperature,
-            choice.floor,
-            choice.arm.members,
-        )
+        return draft_row(reader.tokens, reader.sampler, choice, self.depth(reader), min(self._nodes, most))
 
     def _tell(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
         self.drafter.observe(row, list(tokens), features)

@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddtree.drafters import behind_of
-from ddtree.policy import OFF, Arm, Choice, Policy, Proposals
+from ddtree.policy import OFF, UNMEASURED_BUDGET, Arm, Choice, Policy, Proposals
 from ddtree.stats import PARTS
 from ddtree.tree import DraftTree
 from ddtree.vllm.drafting import Drafting
 from ddtree.vllm.reader import Reader
 from ddtree.vllm.trees import Nodes, Row
 from ddtree.vllm.verify import Verified
-
-_UNMEASURED_BUDGET = 16
-"""Nodes where budgets are to be found, and nothing was measured to find them by."""
 
 
 @dataclass
@@ -217,5 +214,5 @@ def _rows(tree: DraftTree, places: list[int]) -> DraftTree:
 def _fixed(reader: Reader) -> Choice:
     request = reader.request
     method = "tree" if request.method == "auto" else request.method
-    budget = _UNMEASURED_BUDGET if request.budget == "auto" else request.budget
+    budget = UNMEASURED_BUDGET if request.budget == "auto" else request.budget
     return Choice(Arm(method, request.members), budget)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
-from ddtree.checks import check_drafting
+from ddtree.checks import check_drafting, suggestion
 from ddtree.errors import ConfigError
 from ddtree.params import check_whole
 from ddtree.policy import AutoBudget, AutoMethod
@@ -159,7 +158,5 @@ def _known(values: Any, kind: type) -> dict[str, Any]:
         raise ConfigError(f"{KEY} must be an object of {', '.join(names)}, not {values!r}")
     for name in values:
         if name not in names:
-            near = get_close_matches(str(name), names, 1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
-            raise ConfigError(f"unknown field {name!r} of {KEY}: {hint}")
+            raise ConfigError(f"unknown field {name!r} of {KEY}: {suggestion(name, names)}")
     return dict(values)
