@@ -1,7 +1,9 @@
 import os
+import random
 
 import pytest
 
+from ddtree import params
 from ddtree.demo import cache_folder
 from ddtree.policy import store
 
@@ -17,3 +19,9 @@ def measurements_stay_out_of_the_users_cache(tmp_path_factory):
             lambda: folder if os.environ.get("XDG_CACHE_HOME") == before else cache_folder(),
         )
         yield
+
+
+@pytest.fixture(autouse=True)
+def drawn_seeds_are_the_same_in_every_run(monkeypatch, request):
+    """A request without a seed gets one from the test's name, so that what fails once fails again."""
+    monkeypatch.setattr(params.secrets, "randbits", random.Random(request.node.nodeid).getrandbits)
