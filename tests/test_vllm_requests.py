@@ -8,7 +8,7 @@ import pytest
 from ddtree.errors import ConfigError
 from ddtree.noise import MAX_SEED
 from ddtree.vllm import requests
-from ddtree.vllm.http import METRICS, Middleware, Refusal, translate
+from ddtree.vllm.http import Refusal, translate
 
 PLAIN = dict(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
@@ -164,80 +164,3 @@ def test_a_bias_of_a_token_that_the_model_lacks_is_refused():
     with pytest.raises(Refusal, match="logit_bias names token 64") as refused:
         translate(body(logit_bias={"64": 1}), 64)
     assert refused.value.param == "logit_bias"
-
-
-class App:
-    """An ASGI app that answers with the body it got."""
-
-    async def __call__(self, scope, receive, send):
-        message = await receive()
-        length = dict(scope["headers"])[b"content-length"]
-        assert int(length) == len(message["body"])
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": message["body"]})
-        assert (await receive())["type"] == "http.disconnect"
-
-
-def asked_of_middleware(sent, path="/v1/completions", method="POST", kind=b"application/json", app=None):
-    """Status and body of an answer."""
-    import asyncio
-
-    half = len(sent) // 2
-    incoming = [
-        {"type": "http.request", "body": sent[:half], "more_body": True},
-        {"type": "http.request", "body": sent[half:]},
-        {"type": "http.disconnect"},
-    ]
-    outgoing = []
-
-    async def receive():
-        return incoming.pop(0)
-
-    async def send(message):
-        outgoing.append(message)
-
-    headers = [(b"Content-Type", kind), (b"content-length", str(len(sent)).encode())]
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
-    asyncio.run(Middleware(App())(scope, receive, send))
-    return outgoing[0]["status"], b"".join(message["body"] for message in outgoing[1:])
-
-
-def test_the_middleware_passes_requests_on_with_their_new_length():
-    status, got = asked_of_middleware(body(ddtree={"method": "tree"}))
-    assert status == 200 and json.loads(got)["vllm_xargs"] == {"ddtree": '{"method": "tree"}'}
-
-
-def test_the_middleware_refuses_in_openais_form():
-    status, got = asked_of_middleware(body(ddtree={"method": "x"}))
-    error = json.loads(got)["error"]
-    assert status == 400
-    assert (
-        error["param"] == "ddtree"
-        and error["code"] == 400
-        and "choose auto, off, chain or tree" in error["message"]
-    )
-
-
-def test_the_middleware_knows_the_vocabulary():
-    model = SimpleNamespace(get_vocab_size=lambda: 64)
-    app = SimpleNamespace(state=SimpleNamespace(vllm_config=SimpleNamespace(model_config=model)))
-    status, _ = asked_of_middleware(body(logit_bias={"64": 1}), app=app)
-    assert status == 400
-
-
-def test_the_counters_of_all_engines_are_summed():
-    class Core:
-        async def call_utility_all_async(self, *call):
-            assert call[:2] == ("collective_rpc", "ddtree_counters")
-            own = {"nodes": 3, "tau": 1.5, "arms": {"off": 1, 'a"b': 2}}
-            return [[own, own], [{"nodes": 4, "arms": {"off": 1}}]]
-
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(engine_core=Core())))
-    status, got = asked_of_middleware(b"", METRICS, "GET", app=app)
-    lines = got.decode().splitlines()
-    assert status == 200
-    assert "ddtree_vllm_nodes_total 7" in lines
-    assert 'ddtree_vllm_arms_total{arm="off"} 2' in lines
-    assert 'ddtree_vllm_arms_total{arm="a\\"b"} 2' in lines
-    assert "# TYPE ddtree_vllm_nodes_total counter" in lines
-    assert not any("tau" in line for line in lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from ddtree.errors import ConfigError
@@ -44,6 +45,9 @@ class Refusal(Exception):
 class Middleware:
     """ASGI middleware of vLLM's server.
 
+    vLLM puts it before its own, that which checks keys included. So a body is looked at only once it is asked for: what
+    vLLM refuses without reading it, a request without a key or for an unknown path, is vLLM's to answer.
+
     Args:
         app: what it stands before.
     """
@@ -59,15 +63,51 @@ class Middleware:
             return await _answer(send, 200, text.encode(), counters.CONTENT_TYPE)
         if scope["method"] != "POST" or not _is_json(scope):
             return await self.app(scope, receive, send)
-        body = await _body(receive)
+        # The length is another one where fields move.
+        headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
+        exchange = _Exchange(receive, send, _vocabulary(scope))
+        with suppress(Refusal):
+            await self.app({**scope, "headers": headers}, exchange.receive, exchange.send)
+        if exchange.refusal is not None:
+            await _answer(send, 400, _error(exchange.refusal), "application/json")
+
+
+class _Exchange:
+    """A request whose body is translated when it is first asked for, and its answer.
+
+    Attributes:
+        refusal: why the body could not be translated; the app's own answer is dropped then.
+    """
+
+    def __init__(self, receive: Receive, send: Send, vocab_size: int | None) -> None:
+        self.refusal: Refusal | None = None
+        self._receive = receive
+        self._send = send
+        self._vocab_size = vocab_size
+        self._read = False
+
+    async def receive(self) -> Message:
+        """The whole body at once, then what comes after it: that the client has left. Raises Refusal."""
+        parts = []
+        while not self._read:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return message
+            parts.append(message.get("body", b""))
+            self._read = not message.get("more_body", False)
+        if not parts:
+            return await self._receive()
         try:
-            changed = translate(body, _vocabulary(scope))
+            body = translate(b"".join(parts), self._vocab_size)
         except Refusal as error:
-            return await _answer(send, 400, _error(error), "application/json")
-        if changed is not body:
-            headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
-            scope = {**scope, "headers": [*headers, (b"content-length", str(len(changed)).encode())]}
-        await self.app(scope, _replay(changed, receive), send)
+            self.refusal = error
+            raise
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        """Pass the app's answer on."""
+        if self.refusal is None:
+            await self._send(message)
 
 
 def translate(body: bytes, vocab_size: int | None = None) -> bytes:
@@ -125,29 +165,6 @@ def _error(error: Refusal) -> bytes:
     # vLLM's own form of OpenAI's errors, so that clients meet one form.
     told = {"message": str(error), "type": "BadRequestError", "param": error.param, "code": 400}
     return json.dumps({"error": told}).encode()
-
-
-async def _body(receive: Receive) -> bytes:
-    parts, more = [], True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        more = message["type"] == "http.request" and message.get("more_body", False)
-    return b"".join(parts)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives the body once, then what comes after it: that the client has left."""
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
 
 
 async def _answer(send: Send, status: int, body: bytes, kind: str) -> None:
