@@ -16,7 +16,10 @@ A800_8K = (6.5, {1: 47.9, 64: 52.3, 128: 57.0, 256: 73.6, 512: 117.0, 1024: 203.
 # DDTree's budget curve of Qwen3-8B on MATH-500 (arXiv 2604.12989): tau over speedup is a round's time in plain steps.
 H200 = (6.5, {1: 25.0, 256: 29.3, 512: 29.6, 1024: 33.8})
 CPU = (6.0, {1: 22.0, 2: 24.0, 5: 25.0, 9: 28.0, 17: 33.0, 33: 44.0, 65: 64.0, 129: 110.0})
+# Cores without bfloat16 arithmetic: every node costs.
+DEAR = (6.0, {1: 57.0, 2: 66.0, 3: 93.0, 5: 136.0, 9: 208.0, 17: 366.0})
 CURVES = {"A800 at 1k": A800_1K, "A800 at 8k": A800_8K, "H200": H200, "CPU": CPU}
+ALL = {**CURVES, "dear": DEAR}
 # How sharp the drafter is, and how its probabilities must be raised to a power to be true: 1 is calibrated.
 PROFILES = {
     "strong": (4.0, 1.0),
@@ -72,7 +75,7 @@ def follow(tree, answer):
 
 def seconds(curve, nodes):
     """Of a round that verifies so many nodes besides the root; drafting is spared with none."""
-    draft, verify = CURVES[curve]
+    draft, verify = ALL[curve]
     return (
         np.interp(nodes + 1, list(verify), list(verify.values())) + (draft if nodes else 0.0) + 1.0
     ) / 1000
@@ -84,12 +87,12 @@ def fixed(curve, profile, budget):
     return float(np.mean(expected) / seconds(curve, budget))
 
 
-def chosen(curve, profile):
-    """Expected tokens per second of the policy."""
-    draft, verify = CURVES[curve]
+def chosen(curve, profile, measured=None, warm_up=WARM_UP):
+    """Expected tokens per second of the policy; it believes at first that passes cost as on the curve `measured`."""
+    draft, verify = ALL[measured or curve]
     points = [Sample(nodes, 1, 0.0, ms / 1000) for nodes, ms in verify.items()]
     model = LatencyModel.fit(points, {"drafter": [Sample(17, 1, 0.0, draft / 1000)]}, machine={})
-    policy = Policy(model)
+    policy, draft = Policy(model), ALL[curve][0]
     tokens = spent = 0.0
     for number, (tree, answer, expected) in enumerate(rounds(profile)):
         choice = policy.plan([REQUEST], [0])[0]
@@ -107,7 +110,7 @@ def chosen(curve, profile):
             seconds(curve, nodes) - parts["draft"] - 0.001 if nodes else seconds(curve, 0) - 0.001
         )
         policy.learn(tree, [path], [answer[: len(path)]], parts)
-        if number >= WARM_UP:
+        if number >= warm_up:
             tokens, spent = tokens + expected[nodes], spent + time
     return tokens / spent
 
@@ -119,3 +122,20 @@ def test_throughput_is_98_percent_of_the_best_fixed_budgets(curve, profile):
     best = max(fixed(curve, profile, budget) for budget in BUDGETS)
     plain = fixed(curve, profile, 0)
     assert chosen(curve, profile) >= 0.98 * (best if best > 1.1 * plain else plain)
+
+
+@pytest.mark.parametrize(
+    ("curve", "measured", "profile"),
+    [
+        ("dear", "H200", "strong"),
+        ("dear", "H200", "middling"),
+        ("dear", "CPU", "strong"),
+        ("dear", "CPU", "middling"),
+        ("CPU", "H200", "middling"),
+        ("CPU", "dear", "strong"),
+    ],
+)
+def test_a_wrong_first_measurement_is_made_good(curve, measured, profile):
+    """As when it was taken while other work filled the machine."""
+    best = max(fixed(curve, profile, budget) for budget in BUDGETS)
+    assert chosen(curve, profile, measured, warm_up=120) >= 0.8 * best

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.policy.latency import LatencyModel
+from ddtree.policy.shape import Shape
 from ddtree.tree import MAX_BUDGET
 
 _STEP = 64  # tokens of context over which time hardly changes
@@ -17,7 +18,7 @@ SAMPLED = "sampled"
 
 
 class Costs:
-    """Predicted seconds of rounds, at contexts rounded to 64 tokens.
+    """Predicted seconds of rounds, at contexts rounded to 64 tokens, as rounds have corrected them.
 
     Args:
         latency: the model; its drift is followed.
@@ -26,11 +27,20 @@ class Costs:
     def __init__(self, latency: LatencyModel) -> None:
         self._latency = latency
         self._verify: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._corrected: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._shapes: dict[int, Shape] = {}
         self._draft: dict[tuple[frozenset[str], int, int, int], float] = {}
 
     def verify(self, nodes: int, rows: int, context: float) -> float:
         """Of verifying `nodes` nodes a row besides the root."""
         return float(self._table(rows, context)[nodes] * self._latency.factor("verify"))
+
+    def verified(self, nodes: int, rows: int, context: float, seconds: float) -> None:
+        """Verifying `nodes` nodes a row besides the root took so long."""
+        self._latency.observe("verify", self.verify(nodes, rows, context), seconds)
+        shape = self._shapes.setdefault(rows, Shape())
+        if shape.observe(nodes + 1, seconds / float(self._measured(rows, context)[nodes])):
+            self._corrected.clear()
 
     def rounds(
         self, nodes: int, rows: int, context: float, names: Sequence[str], sampled: bool
@@ -56,6 +66,16 @@ class Costs:
         return self._draft[key] * self._latency.factor("draft", marked(names, sampled))
 
     def _table(self, rows: int, context: float) -> NDArray[np.float64]:
+        """[MAX_BUDGET + 1]: of verifying, but for drift; never less for more nodes."""
+        key = (rows, int(context) // _STEP)
+        if key not in self._corrected:
+            _limit(self._corrected)
+            measured, shape = self._measured(rows, context), self._shapes.get(rows)
+            self._corrected[key] = shape.correct(measured) if shape else measured
+        return self._corrected[key]
+
+    def _measured(self, rows: int, context: float) -> NDArray[np.float64]:
+        """[MAX_BUDGET + 1]: of verifying, as it was first measured."""
         key = (rows, int(context) // _STEP)
         if key not in self._verify:
             _limit(self._verify)

@@ -317,8 +317,8 @@ class Policy:
         seconds: Mapping[str, float],
         settled: bool,
     ) -> None:
+        self.costs.verified(width - 1, rows, now.context, seconds["verify"])
         observe = self.latency.observe
-        observe("verify", self.costs.verify(width - 1, rows, now.context), seconds["verify"])
         if names and all(now.whole):
             predicted = self.costs.draft(max(now.sizes) - 1, rows, now.context, names, now.sampled)
             drafted = seconds["draft"] + seconds["build"]
