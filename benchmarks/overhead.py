@@ -13,8 +13,8 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+
+from watch import Watch
 
 import ddtree
 from ddtree.sampling import SamplingParams
@@ -24,25 +24,6 @@ PROMPTS = (
     "Write a Python function that merges two sorted lists, and explain it.",
     "Give me a plan for a week of simple vegetarian dinners.",
 )
-
-
-class ForwardTimer:
-    """Seconds inside some methods of the models."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def watch(self, owner: Any, name: str) -> None:
-        method: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            since = time.perf_counter()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - since
-
-        setattr(owner, name, timed)
 
 
 def main() -> None:
@@ -60,15 +41,13 @@ def main() -> None:
     model = ddtree.load(args.target, drafter=args.drafter)
     engine = model.engine
     drafters = getattr(engine.drafter, "drafters", [engine.drafter])
-    timer = ForwardTimer()
+    timer = Watch()
     timer.watch(engine.target.model, "forward")
     for drafter in drafters:
         if hasattr(drafter, "backbone"):
             # What a drafter's pass consists of: features to context, the block, norm and head.
-            for name in ("context", "inject", "block", "logits"):
-                timer.watch(drafter.backbone.network, name)
-            for name in ("norm", "_head"):
-                timer.watch(drafter.backbone, name)
+            timer.watch(drafter.backbone.network, "context", "inject", "block", "logits")
+            timer.watch(drafter.backbone, "norm", "_head")
     rounds: dict[tuple[int, float], list[tuple[float, float]]] = defaultdict(list)
     parts: dict[tuple[int, float], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for turn in range(args.turns):

@@ -6,8 +6,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, TextIO
+
+from watch import Watch
 
 from ddtree.vllm.settings import Drafting, Settings
 
@@ -22,25 +23,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "demo": Settings(drafter="demo", drafting=Drafting("tree")).engine_arguments(),
 }  # fmt: skip
 """Arguments of the engine by the way it drafts; the last two are ours."""
-
-
-class Watch:
-    """Seconds inside the model of a runner, its head included."""
-
-    def __init__(self, model: Any) -> None:
-        self.seconds = 0.0
-        for name in ("forward", "compute_logits"):
-            setattr(model, name, self._timed(getattr(model, name)))
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            since = time.perf_counter()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - since
-
-        return timed
 
 
 class Engine:
@@ -59,7 +41,8 @@ class Engine:
         self.ours = "worker_cls" in WAYS[way]
         core: Any = self.llm.llm_engine.engine_core
         worker = core.engine_core.model_executor.driver_worker
-        self.watch = Watch(getattr(worker, "worker", worker).model_runner.model)
+        self.watch = Watch()
+        self.watch.watch(getattr(worker, "worker", worker).model_runner.model, "forward", "compute_logits")
         self._asked = 0
 
     def answer(self, prompts: list[str], tokens: int) -> dict[str, Any]:
