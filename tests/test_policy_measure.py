@@ -66,7 +66,7 @@ class Watched:
             assert row.tokens[:-1] == known
             assert row.depth == 5
         self.asked.append((len(rows), len(rows[0].tokens) - 1, rows[0].budget))
-        return stands._tree(2, len(rows), [1, 2], torch.device("cpu"))
+        return stands.binary_tree(2, len(rows), [1, 2], torch.device("cpu"))
 
 
 def test_every_point_is_measured_as_often_as_asked(tiny_model, monkeypatch):
@@ -126,7 +126,7 @@ def test_verification_is_a_target_s_own_on_rows_that_hold_the_context(tiny_model
 
 
 def test_the_tree_that_is_verified_is_well_formed():
-    tree = stands._tree(12, 2, [5, 6, 7], torch.device("cpu"))
+    tree = stands.binary_tree(12, 2, [5, 6, 7], torch.device("cpu"))
     parents, depths = tree.parents[0].tolist(), tree.depths[0].tolist()
     assert parents[0] == depths[0] == 0
     assert all(parents[node] < node and depths[node] == depths[parents[node]] + 1 for node in range(1, 12))

@@ -24,7 +24,8 @@ from ddtree.drafters.loading import DrafterSpec, folder_of, load_drafter
 from ddtree.engine import Engine, Sequence
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.params import check_whole
-from ddtree.policy import UNMEASURED_BUDGET, AutoBudget, AutoMethod, Policy, measure, memory, store
+from ddtree.planning import unmeasured
+from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel
 from ddtree.pretrained import check_causal_lm, load_causal_lm
 from ddtree.prompts import Message, Prompt
@@ -348,8 +349,7 @@ class Model:
         if method == "off" or budget == 0:
             return "off", 0
         if "auto" in (method, budget) and not self.prepare():
-            method = "tree" if method == "auto" else method
-            budget = UNMEASURED_BUDGET if budget == "auto" else budget
+            return unmeasured(method, budget)
         return method, budget
 
     def prepare(self) -> bool:

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ddtree.checks import check_drafting, check_members
 from ddtree.drafters import Drafter, DraftRow, behind_of, parts_of
 from ddtree.errors import ConfigError
-from ddtree.policy import OFF, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
+from ddtree.policy import OFF, UNMEASURED_BUDGET, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
 from ddtree.sampling import Sampler
-from ddtree.sequence import Sequence
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree
 
 
-def draft_row(tokens: list[int], sampler: Sampler, choice: Choice, depth: int, most: int) -> DraftRow:
-    """What a drafter is told of a row.
+def unmeasured(method: AutoMethod, budget: AutoBudget) -> tuple[AutoMethod, AutoBudget]:
+    """What "auto" stands for where there is no policy to decide."""
+    return "tree" if method == "auto" else method, UNMEASURED_BUDGET if budget == "auto" else budget
 
-    Args:
-        tokens: of its text, the bonus token last.
-        sampler: of its text.
-        choice: how it is drafted for.
-        depth: how far ahead.
-        most: drafted nodes that there is room for.
+
+class Text(Protocol):
+    """A text that is drafted for.
+
+    Attributes:
+        tokens: all of it, the bonus token last.
+        request: how it asks to be drafted for.
+        sampler: of its tokens.
     """
-    return DraftRow(
-        tokens,
-        min(choice.budget, most),
-        depth,
-        choice.arm.method == "chain",
-        None if sampler.greedy else sampler.noise,
-        sampler.params.temperature,
-        choice.floor,
-        choice.arm.members,
-    )
+
+    tokens: list[int]
+    request: Request
+    sampler: Sampler
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be chosen."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it was in no round yet."""
 
 
 @dataclass(frozen=True)
@@ -93,31 +97,40 @@ class Planner:
             method, budget, drafting, min(depth, self._drafter.max_depth if self._drafter else 0), sampled
         )
 
-    def plan(self, rows: list[Sequence], most: int) -> Plan:
+    def plan(self, rows: Sequence[Text], most: int, places: Sequence[int] | None = None) -> Plan:
         """The next round of some rows.
 
         Args:
-            rows: the sequences, in the drafter's order.
+            rows: the texts of all of the drafter's rows, in its order.
             most: drafted nodes that there is room for in a row.
+            places: the rows that take part, at least one; all by default.
         """
-        requests = [sequence.request for sequence in rows]
+        places = range(len(rows)) if places is None else places
+        asked = [rows[place] for place in places]
+        requests = [text.request for text in asked]
         policy = self.policy if any(request.automatic for request in requests) else None
         if policy is None:
             choices = [request.fixed() for request in requests]
         else:
-            contexts = [len(sequence.tokens) - 1 for sequence in rows]
-            choices = policy.plan(requests, contexts, [not sequence.stats.rounds for sequence in rows])
-        asked = [self._row(*pair, most) for pair in zip(rows, choices, strict=True)]
-        tree = self._draft(asked)
+            contexts = [len(text.tokens) - 1 for text in asked]
+            choices = policy.plan(requests, contexts, [text.fresh for text in asked])
+        drafts = [DraftRow(text.tokens, 0, 0) for text in rows]
+        for place, choice in zip(places, choices, strict=True):
+            drafts[place] = self._row(rows[place], choice, most)
+        drafter = self._drafter if any(row.depth and row.budget for row in drafts) else None
+        if drafter is None:
+            tree = DraftTree.root([text.tokens[-1] for text in asked], self._target.device)
+        else:
+            tree = _rows(drafter.draft(drafts, self._clock), places)
         if policy is not None:
             with self._clock("build"):
                 # A draft cut short by the end of an answer, or left out, tells little of the drafter.
-                behind = behind_of(self._drafter) if any(row.depth for row in asked) else ()
+                behind = behind_of(drafter)
                 whole = [
-                    choice.arm == OFF or (row.depth == request.depth and index not in behind)
-                    for index, (row, choice, request) in enumerate(zip(asked, choices, requests, strict=True))
+                    choice.arm == OFF or (drafts[place].depth == request.depth and place not in behind)
+                    for place, choice, request in zip(places, choices, requests, strict=True)
                 ]
-                tree = policy.cut(tree, self._proposals, whole)
+                tree = policy.cut(tree, lambda: self._proposals(places), whole)
         return Plan(choices, tree, policy is not None)
 
     def learn(
@@ -128,17 +141,29 @@ class Planner:
             assert self.policy is not None
             self.policy.learn(plan.tree, paths, answers, seconds)
 
-    def _row(self, sequence: Sequence, choice: Choice, most: int) -> DraftRow:
-        room = self._target.max_context - len(sequence.tokens) - 1
-        left = sequence.params.max_tokens - sequence.output_length - 1
-        depth = 0 if choice.arm == OFF else max(0, min(sequence.request.depth, room, left))
-        return draft_row(sequence.tokens, sequence.sampler, choice, depth, most)
+    def _row(self, text: Text, choice: Choice, most: int) -> DraftRow:
+        if choice.arm == OFF:
+            return DraftRow(text.tokens, 0, 0)
+        room = self._target.max_context - len(text.tokens) - 1
+        return DraftRow(
+            text.tokens,
+            min(choice.budget, most),
+            max(0, min(text.request.depth, room, text.left - 1)),
+            choice.arm.method == "chain",
+            None if text.sampler.greedy else text.sampler.noise,
+            text.sampler.params.temperature,
+            choice.floor,
+            choice.arm.members,
+        )
 
-    def _draft(self, asked: list[DraftRow]) -> DraftTree:
-        if self._drafter is None or not any(row.depth for row in asked):
-            return DraftTree.root([row.tokens[-1] for row in asked], self._target.device)
-        return self._drafter.draft(asked, self._clock)
-
-    def _proposals(self) -> Proposals | None:
+    def _proposals(self, places: Sequence[int]) -> Proposals | None:
         """The own trees of several drafters, of the round being made."""
-        return getattr(self._drafter, "proposals", None)
+        found: Proposals | None = getattr(self._drafter, "proposals", None)
+        return found and [(name, _rows(tree, places)) for name, tree in found]
+
+
+def _rows(tree: DraftTree, places: Sequence[int]) -> DraftTree:
+    """Some rows of a batch of trees."""
+    if list(places) == list(range(len(tree.sizes))):
+        return tree
+    return DraftTree.stack([tree.row(place) for place in places])

@@ -57,6 +57,16 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def left(self) -> int:
+        """Tokens that may still be chosen."""
+        return self.params.max_tokens - self.output_length
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it was in no round yet."""
+        return not self.stats.rounds
+
+    @property
     def cached_tokens(self) -> int:
         return self.stats.cached_tokens
 

@@ -85,7 +85,7 @@ class TargetStand:
     def verify(self, width: int) -> float:
         """Seconds of verifying a tree of `width` nodes for each row."""
         cache, rows = self._cache, self._cache.rows
-        tree = _tree(width, rows, self.text.tokens, self._target.device)
+        tree = binary_tree(width, rows, self.text.tokens, self._target.device)
         lengths = list(cache.lengths)
         seconds = _seconds(self._target.device, lambda: self._target.verify(cache, tree))
         cache.commit([[0]] * rows)
@@ -157,6 +157,19 @@ def uneven_tokens(length: int, vocab_size: int) -> list[int]:
     return [int(ids[min(rank, vocab_size) - 1]) for rank in random.zipf(1.5, size=length)]
 
 
+def binary_tree(width: int, rows: int, tokens: list[int], device: torch.device) -> DraftTree:
+    """A binary tree of `width` nodes for each row, of the tokens in their order."""
+    places = torch.arange(width, device=device)
+    parents = (places - 1).clamp(min=0) // 2
+    depths = (places + 1).log2().floor().long()
+    ids = torch.tensor([tokens[place % len(tokens)] for place in range(width)], device=device)
+    shape = (rows, width)
+    scores = -depths.float()
+    return DraftTree(
+        ids.expand(shape), parents.expand(shape), depths.expand(shape), scores.expand(shape), [width] * rows
+    )
+
+
 def _seconds(device: torch.device, action: Callable[[], Any]) -> float:
     _finish(device)
     started = time.perf_counter()
@@ -169,16 +182,3 @@ def _finish(device: torch.device) -> None:
     """Wait for what an accelerator still has to do."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _tree(width: int, rows: int, tokens: list[int], device: torch.device) -> DraftTree:
-    """A binary tree of `width` nodes for each row."""
-    places = torch.arange(width, device=device)
-    parents = (places - 1).clamp(min=0) // 2
-    depths = (places + 1).log2().floor().long()
-    ids = torch.tensor([tokens[place % len(tokens)] for place in range(width)], device=device)
-    shape = (rows, width)
-    scores = -depths.float()
-    return DraftTree(
-        ids.expand(shape), parents.expand(shape), depths.expand(shape), scores.expand(shape), [width] * rows
-    )

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ddtree.drafters import Drafter, DraftRow, parts_of
-from ddtree.planning import draft_row
-from ddtree.policy import OFF, Choice
+from ddtree.drafters import Drafter, parts_of
 from ddtree.rows import drop_row
-from ddtree.stats import Clock
-from ddtree.tree import DraftTree
 from ddtree.vllm.features import FeatureStore
 from ddtree.vllm.reader import Reader
 
@@ -24,21 +20,15 @@ class Drafting:
 
     Args:
         drafter: holds no rows yet.
-        max_context: most tokens of a request.
-        nodes: most drafted nodes of a request.
         feature_bytes: memory for features of texts that are through.
 
     Attributes:
         rows: the requests that have a row, in the drafter's order.
-        clock: times drafting and building.
     """
 
-    def __init__(self, drafter: Drafter, max_context: int, nodes: int, feature_bytes: int) -> None:
+    def __init__(self, drafter: Drafter, feature_bytes: int) -> None:
         self.drafter = drafter
         self.rows: list[Reader] = []
-        self.clock = Clock()
-        self._max_context = max_context
-        self._nodes = nodes
         self._store: FeatureStore | None = None
         if drafter.feature_layers and feature_bytes:
             self._store = FeatureStore(feature_bytes)
@@ -103,29 +93,7 @@ class Drafting:
                 self._store.drop_row(row, reader.tokens[: reader.seen])
             self.drafter.drop_row(row)
             drop_row(self.rows, row)
-        reader.seen = 0
-
-    def draft(self, choices: Mapping[str, Choice], most: int) -> DraftTree:
-        """Trees of all rows, in their order.
-
-        Args:
-            choices: how each request is drafted for, by its name; those left out are not.
-            most: nodes besides the root of each.
-        """
-        rows = [self._draft_row(reader, choices.get(reader.name), most) for reader in self.rows]
-        if not any(row.depth and row.budget for row in rows):
-            return DraftTree.root([row.tokens[-1] for row in rows])
-        return self.drafter.draft(rows, self.clock)
-
-    def depth(self, reader: Reader) -> int:
-        """How far ahead a request may be drafted for."""
-        room = self._max_context - len(reader.tokens) - 1
-        return max(0, min(reader.request.depth, room, reader.left - 1))
-
-    def _draft_row(self, reader: Reader, choice: Choice | None, most: int) -> DraftRow:
-        if choice is None or choice.arm == OFF:
-            return DraftRow(reader.tokens, 0, 0)
-        return draft_row(reader.tokens, reader.sampler, choice, self.depth(reader), min(self._nodes, most))
+        reader.seen, reader.fresh = 0, True
 
     def _tell(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
         self.drafter.observe(row, list(tokens), features)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddtree.drafters import behind_of
-from ddtree.policy import OFF, UNMEASURED_BUDGET, Arm, Choice, Policy, Proposals
-from ddtree.stats import PARTS
-from ddtree.tree import DraftTree
-from ddtree.vllm.drafting import Drafting
+import numpy as np
+
+from ddtree.planning import Plan, Planner
+from ddtree.policy import OFF
+from ddtree.stats import PARTS, Clock
 from ddtree.vllm.reader import Reader
 from ddtree.vllm.trees import Nodes, Row
 from ddtree.vllm.verify import Verified
@@ -57,16 +58,16 @@ class Figures:
 
 @dataclass(frozen=True)
 class _Round:
-    """What was drafted last by the policy's choice, until it is verified.
+    """What was drafted last, until it is verified.
 
     Attributes:
         names: of its rows.
-        tree: of all of them.
+        plan: of them.
         seconds: of its drafting, by part.
     """
 
     names: list[str]
-    tree: DraftTree
+    plan: Plan
     seconds: dict[str, float]
 
 
@@ -74,23 +75,26 @@ class Planning:
     """Decides how each request is drafted for, step by step.
 
     Args:
-        drafting: the drafter and its rows.
+        rows: the requests that have a row of the drafter, in its order; kept up to date by whoever made it.
+        planner: asks the policy and the drafter.
+        clock: the planner's.
+        nodes: most drafted nodes of a request.
         most: tokens that a step may process.
 
     Attributes:
-        policy: decides what requests leave open; None: fixed budgets stand for it.
         figures: what was drafted and came of it.
     """
 
-    def __init__(self, drafting: Drafting, most: int) -> None:
-        self.drafting = drafting
-        self.policy: Policy | None = None
+    def __init__(self, rows: Sequence[Reader], planner: Planner, clock: Clock, nodes: int, most: int) -> None:
         self.figures = Figures()
+        self._drafted = rows
+        self._planner = planner
+        self._clock = clock
+        self._nodes = nodes
         self._most = most
-        self._choices: dict[str, Choice] = {}
         self._round: _Round | None = None
-        self._begun: set[str] = set()
         self._step = dict.fromkeys(PARTS, 0.0)
+        self._since = 0.0
 
     def clock(self, part: str, seconds: float) -> None:
         """A part of the step took so long; "verify" begins a step."""
@@ -112,107 +116,83 @@ class Planning:
         Returns:
             The nodes besides the root, by name.
         """
-        self._count(readers, rows, verified)
-        self._learn(rows, {reader.name: reader for reader in readers}, verified)
-        clock = self.drafting.clock
-        before = dict(clock.seconds)
-        with clock("draft"):
-            ready = {
-                reader.name
-                for reader in readers
-                if reader.name in verified and reader.drafts and not reader.ended
-            }
-            asked = [(place, own) for place, own in enumerate(self.drafting.rows) if own.name in ready]
-            tree, decided = self._tree(asked)
-        spent = {part: clock.seconds[part] - before[part] for part in ("draft", "build")}
+        made, self._round = self._round, None
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        self._count(made, readers, rows, verified)
+        if made is not None:
+            self._learn(made, rows, [reader.name for reader in readers], verified, elapsed)
+        ready = {
+            reader.name
+            for reader in readers
+            if reader.name in verified and reader.drafts and not reader.ended
+        }
+        places = [place for place, reader in enumerate(self._drafted) if reader.name in ready]
+        if not places:
+            return {}
+        before = dict(self._clock.seconds)
+        with self._clock("draft"):
+            # What the scheduler would cut off need not be drafted.
+            most = min(self._nodes, max(0, self._most // len(places) - 1))
+            plan = self._planner.plan(self._drafted, most, places)
+        spent = {part: self._clock.seconds[part] - before[part] for part in ("draft", "build")}
         for part, seconds in spent.items():
             self.figures.seconds[part] += seconds
-        names = [reader.name for _, reader in asked]
-        self._round = _Round(names, tree, spent) if tree is not None and decided else None
+        asked = [self._drafted[place] for place in places]
+        self._round = _Round([reader.name for reader in asked], plan, spent)
         drafted = {}
-        for row, (_, reader) in enumerate(asked):
-            assert tree is not None
-            reader.drafted = Nodes.of(tree, row)
+        for row, reader in enumerate(asked):
+            reader.fresh = False
+            reader.drafted = Nodes.of(plan.tree, row)
             drafted[reader.name] = reader.drafted.tokens[1:]
         return drafted
 
-    def _tree(self, asked: Sequence[tuple[int, Reader]]) -> tuple[DraftTree | None, bool]:
-        """Trees of rows of the drafter, and whether the policy had a say."""
-        self._choices = {}
-        if not asked:
-            return None, False
-        readers = [reader for _, reader in asked]
-        requests = [reader.request for reader in readers]
-        policy = self.policy if any(request.automatic for request in requests) else None
-        if policy is None:
-            choices = [_fixed(reader) for reader in readers]
-        else:
-            fresh = [reader.name not in self._begun for reader in readers]
-            self._begun = {
-                *(self._begun & {own.name for own in self.drafting.rows}),
-                *(r.name for r in readers),
-            }
-            choices = policy.plan(requests, [len(reader.tokens) - 1 for reader in readers], fresh)
-        # What the scheduler would cut off need not be drafted.
-        most = max(0, self._most // len(readers) - 1)
-        self._choices = {reader.name: choice for reader, choice in zip(readers, choices, strict=True)}
-        places = [place for place, _ in asked]
-        tree = _rows(self.drafting.draft(self._choices, most), places)
-        if policy is not None:
-            with self.drafting.clock("build"):
-                # A draft cut short by the end of an answer, or left out, tells little of the drafter.
-                behind = behind_of(self.drafting.drafter)
-                whole = [
-                    choices[row].arm == OFF
-                    or (self.drafting.depth(reader) == reader.request.depth and place not in behind)
-                    for row, (place, reader) in enumerate(asked)
-                ]
-                tree = policy.cut(tree, lambda: self._proposals(places), whole)
-        return tree, policy is not None
-
-    def _proposals(self, places: list[int]) -> Proposals | None:
-        """The own trees of several drafters, of the rows that were asked for."""
-        found: Proposals | None = getattr(self.drafting.drafter, "proposals", None)
-        return found and [(name, _rows(tree, places)) for name, tree in found]
-
     def _learn(
-        self, rows: Sequence[Row], readers: Mapping[str, Reader], verified: Mapping[str, Verified]
+        self,
+        made: _Round,
+        rows: Sequence[Row],
+        names: Sequence[str],
+        verified: Mapping[str, Verified],
+        elapsed: float,
     ) -> None:
         """Tell the policy what a round came to, where it was verified as drafted and nothing was done beside it."""
-        made, self._round = self._round, None
-        if (
-            made is None
-            or self.policy is None
-            or len(rows) != len(made.names)
-            or verified.keys() != set(made.names)
-        ):
+        if not made.plan.decided or len(rows) != len(made.names) or verified.keys() != set(made.names):
             return
-        sizes = {name: len(row.nodes) for name, row in zip(readers, rows, strict=True)}
-        if [sizes[name] for name in made.names] != made.tree.sizes:
+        sizes = {name: len(row.nodes) for name, row in zip(names, rows, strict=True)}
+        if [sizes[name] for name in made.names] != made.plan.tree.sizes:
             return
         own = [verified[name] for name in made.names]
+        paths, answers = [found.path for found in own], [found.tokens for found in own]
         seconds = {**self._step, **made.seconds}
-        self.policy.learn(made.tree, [found.path for found in own], [found.tokens for found in own], seconds)
+        # The scheduler's work, and whatever else a step takes, is part of a round as well.
+        seconds["commit"] = elapsed - sum(seconds[part] for part in ("draft", "build", "verify", "walk"))
+        seconds["verify"] *= self._padding(rows)
+        self._planner.learn(made.plan, paths, answers, seconds)
+
+    def _padding(self, rows: Sequence[Row]) -> float:
+        """How much longer a verification would take with all trees as large as the largest.
+
+        The policy takes them to be padded so. The engine pads nothing; were it told the shorter times, it would think
+        uneven trees cheap and a step without drafts slow.
+        """
+        sizes = [len(row.nodes) for row in rows]
+        assert self._planner.policy is not None
+        if min(sizes) == max(sizes):
+            return 1.0
+        context = sum(row.base for row in rows) / len(rows)
+        curve = self._planner.policy.latency.curve(max(sizes), len(rows), context)
+        return float(curve[-1] / np.interp(sum(sizes) / len(sizes), np.arange(1, len(curve) + 1), curve))
 
     def _count(
-        self, readers: Sequence[Reader], rows: Sequence[Row], verified: Mapping[str, Verified]
+        self,
+        made: _Round | None,
+        readers: Sequence[Reader],
+        rows: Sequence[Row],
+        verified: Mapping[str, Verified],
     ) -> None:
+        planned = {} if made is None else dict(zip(made.names, made.plan.choices, strict=True))
         for reader, row in zip(readers, rows, strict=True):
             found = verified.get(reader.name)
             if found is not None:
-                arm = self._choices.get(reader.name, Choice(OFF, 0)).arm
+                arm = planned[reader.name].arm if reader.name in planned else OFF
                 self.figures.count(len(row.nodes) - 1, len(found.path) - 1, str(arm))
-
-
-def _rows(tree: DraftTree, places: list[int]) -> DraftTree:
-    """Some rows of a batch of trees."""
-    if places == list(range(len(tree.sizes))):
-        return tree
-    return DraftTree.stack([tree.row(place) for place in places])
-
-
-def _fixed(reader: Reader) -> Choice:
-    request = reader.request
-    method = "tree" if request.method == "auto" else request.method
-    budget = UNMEASURED_BUDGET if request.budget == "auto" else request.budget
-    return Choice(Arm(method, request.members), budget)

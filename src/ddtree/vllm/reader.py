@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddtree.policy import Request
+from ddtree.planning import Planner, unmeasured
 from ddtree.sampling import Sampler
 from ddtree.vllm import requests
 from ddtree.vllm.settings import Settings
@@ -19,23 +19,21 @@ class Reader:
         state: the runner's own record of it.
         settings: of the worker.
         vocab_size: of the logits.
-        members: names of the drafters there are.
-        max_depth: how far ahead they can draft.
+        planner: says what of its wishes for drafting can be had.
 
     Attributes:
         tokens: prompt and output; the last one chosen is not yet in the cache.
         request: how it is drafted for.
         seen: tokens whose features were told, or are known to be missing.
         drafted: the tree that the scheduler was sent last.
+        fresh: nothing was planned for it yet.
         ended: no token will be added.
 
     Raises:
         ConfigError: the request asks for what is not supported; the front end refuses such requests.
     """
 
-    def __init__(
-        self, name: str, state: Any, settings: Settings, vocab_size: int, members: tuple[str, ...], max_depth: int
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, state: Any, settings: Settings, vocab_size: int, planner: Planner) -> None:
         params = state.sampling_params
         asked = requests.asked(params.extra_args)
         sampling = requests.within(requests.sampling(params, asked), vocab_size)
@@ -45,9 +43,16 @@ class Reader:
         self.sampler = Sampler(
             sampling, vocab_size, params.all_stop_token_ids, prompt_length=self.prompt_length
         )
-        self.request = _request(settings, asked.drafting, members, max_depth, sampled=not sampling.greedy)
+        drafting = settings.drafting.merged(asked.drafting)
+        method, budget = drafting.method, drafting.budget
+        if planner.policy is None:
+            method, budget = unmeasured(method, budget)
+        if budget != "auto":
+            budget = min(budget, settings.nodes)
+        self.request = planner.request(method, budget, drafting.depth, None, not sampling.greedy)
         self.seen = 0
         self.drafted: Nodes | None = None
+        self.fresh = True
         self.ended = False
         self._stops = {params.eos_token_id, *(params.stop_token_ids or ())}
 
@@ -73,15 +78,3 @@ class Reader:
         length = len(self.tokens) - self.prompt_length
         stops = token in self._stops and length >= self.sampler.params.min_tokens
         self.ended = stops or self.left <= 0
-
-
-def _request(
-    settings: Settings, own: dict[str, Any], members: tuple[str, ...], max_depth: int, *, sampled: bool
-) -> Request:
-    drafting = settings.drafting.merged(own)
-    method, budget = drafting.method, drafting.budget
-    if budget != "auto":
-        budget = min(budget, settings.nodes)
-    if method == "off" or budget == 0 or not members:
-        return Request("off", 0, (), 0, sampled)
-    return Request(method, budget, members, min(drafting.depth, max_depth), sampled)

@@ -10,24 +10,24 @@ from typing import Any
 
 import numpy as np
 import torch
-import vllm
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from ddtree.drafters import parts_of
 from ddtree.drafters.loading import folder_of, load_drafter
 from ddtree.errors import ConfigError, UnsupportedModelError
+from ddtree.planning import Planner
 from ddtree.policy import Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel
+from ddtree.stats import Clock
 from ddtree.vllm import attention, refusals
 from ddtree.vllm.drafting import Drafting
 from ddtree.vllm.planning import Figures, Planning
 from ddtree.vllm.reader import Reader
 from ddtree.vllm.settings import KEY, Settings
-from ddtree.vllm.stand import EngineStand
+from ddtree.vllm.stand import EngineStand, runtime
 from ddtree.vllm.target import EngineTarget
 from ddtree.vllm.trees import Nodes, Row
 from ddtree.vllm.verify import Verified, outcome, verify
@@ -42,6 +42,9 @@ class TreeRunner(CPUModelRunner):
     """vLLM's runner for CPUs, where some requests of a step bring a tree of drafted tokens.
 
     The scheduler sees a tree as a list of draft tokens; which is whose parent stays here.
+
+    Attributes:
+        drafting_failed: by an error; nothing is drafted from then on.
 
     Raises:
         ConfigError: the engine's settings for drafting are malformed.
@@ -62,7 +65,7 @@ class TreeRunner(CPUModelRunner):
         self._rows: list[Row] = []
         self._verified: dict[str, Verified] = {}
         self._started = 0.0
-        self._broken = False
+        self.drafting_failed = False
         self._remembered: Path | None = None
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
@@ -72,13 +75,14 @@ class TreeRunner(CPUModelRunner):
         if drafter is None:
             raise ConfigError("drafter='none' drafts nothing: run vLLM without ddtree's worker instead")
         self.target = target
-        self.members = tuple(part.name for part in parts_of(drafter))
         if drafter.feature_layers:
             self._ask_for_features(drafter.feature_layers)
-        self.drafting = Drafting(
-            drafter, self.max_model_len, self.settings.nodes, self.settings.feature_bytes
+        clock = Clock()
+        self.planner = Planner(target, drafter, clock)
+        self.drafting = Drafting(drafter, self.settings.feature_bytes)
+        self.planning = Planning(
+            self.drafting.rows, self.planner, clock, self.settings.nodes, self.max_num_tokens
         )
-        self.planning = Planning(self.drafting, self.max_num_tokens)
 
     def _ask_for_features(self, layers: Sequence[int]) -> None:
         if not supports_eagle3(self.model):
@@ -108,19 +112,19 @@ class TreeRunner(CPUModelRunner):
         if drafting.method == "off" or "auto" not in (drafting.method, drafting.budget):
             return
         drafter = self.drafting.drafter
-        wanted = {**store.key(self.target, drafter), "runtime": f"vLLM {vllm.__version__}"}
+        wanted = {**store.key(self.target, drafter), "runtime": runtime(self.vllm_config)}
         # Short contexts, or little memory: budgets are fixed ones then.
         with suppress(ConfigError):
             latency = store.obtain(wanted, self._measure)
-            self.planning.policy = Policy(latency, memory.recall(wanted, folder_of(self.settings.named)))
+            self.planner.policy = Policy(latency, memory.recall(wanted, folder_of(self.settings.named)))
             self._remembered = memory.cached(wanted)
         self.planning.figures = Figures()
 
     def remember(self) -> None:
         """Keep what was learnt of the drafter's acceptance for the next time, where it can be written."""
-        if self._remembered is not None and self.planning.policy is not None:
+        if self._remembered is not None and self.planner.policy is not None:
             with suppress(ConfigError):
-                memory.save(self._remembered, self.planning.policy.acceptance)
+                memory.save(self._remembered, self.planner.policy.acceptance)
 
     def _measure(self) -> LatencyModel:
         drafter, rows = self.drafting.drafter, min(self.max_num_reqs, 4)
@@ -136,7 +140,7 @@ class TreeRunner(CPUModelRunner):
     def _update_states(self, scheduler_output: Any) -> Any:
         with self._guarded():
             for name in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
-                if name in self.readers and not self._broken:
+                if name in self.readers and not self.drafting_failed:
                     self.drafting.leave(self.readers[name])
         for name in scheduler_output.finished_req_ids:
             self.readers.pop(name, None)
@@ -146,11 +150,10 @@ class TreeRunner(CPUModelRunner):
             reader = self.readers.get(name)
             if reader is None:
                 reader = self.readers[name] = Reader(
-                    name, state, self.settings, self.target.vocab_size, self.members,
-                    self.drafting.drafter.max_depth,
-                )  # fmt: skip
+                    name, state, self.settings, self.target.vocab_size, self.planner
+                )
             reader.follow(state)
-            if reader.drafts and not self._broken:
+            if reader.drafts and not self.drafting_failed:
                 with self._guarded():
                     self.drafting.known(reader, state.num_computed_tokens)
         return later
@@ -162,7 +165,7 @@ class TreeRunner(CPUModelRunner):
             yield
         except Exception:
             logger.exception("Drafting has failed, and is off from now on.")
-            self._broken = True
+            self.drafting_failed = True
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
@@ -250,7 +253,7 @@ class TreeRunner(CPUModelRunner):
     ) -> list[list[int]]:
         readers = [self.readers[name] for name in self.input_batch.req_ids]
         drafted: dict[str, list[int]] = {}
-        if not self._broken:
+        if not self.drafting_failed:
             with self._guarded():
                 started = time.perf_counter()
                 self._observe(aux_hidden_states)

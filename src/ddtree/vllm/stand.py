@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
+import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from ddtree.errors import ConfigError
-from ddtree.policy.stands import Text, uneven_tokens
+from ddtree.policy.stands import Text, binary_tree, uneven_tokens
 from ddtree.vllm.settings import KEY
 from ddtree.vllm.trees import Nodes
 
 _SPARE = 64
 """Tokens that a request may grow by while it is timed."""
+
+
+def runtime(vllm_config: Any) -> str:
+    """What runs the steps: two engines of one model take different times where it differs."""
+    return f"vLLM {vllm.__version__}, compilation {vllm_config.compilation_config.mode.name}"
 
 
 class EngineStand:
@@ -86,9 +93,10 @@ class EngineStand:
         if max(len(reader.tokens) for reader in readers) - self._context > _SPARE - width.bit_length():
             self.occupy(len(self._names), self._context)
             return self.verify(width)
+        shape = Nodes.of(binary_tree(width, 1, self.text.tokens, torch.device("cpu")), 0)
         drafted = {}
         for reader in readers:
-            reader.drafted = _binary(reader.tokens[-1], self.text.tokens, width)
+            reader.drafted = replace(shape, tokens=[reader.tokens[-1], *shape.tokens[1:]])
             drafted[reader.name] = reader.drafted.tokens[1:]
         return self._step([], drafted)
 
@@ -125,10 +133,3 @@ class EngineStand:
         seconds = time.perf_counter() - started
         self._runner.sample_tokens(None)
         return seconds
-
-
-def _binary(root: int, tokens: list[int], width: int) -> Nodes:
-    places = range(width)
-    own = [root, *(tokens[place % len(tokens)] for place in places[1:])]
-    parents = [max(0, place - 1) // 2 for place in places]
-    return Nodes(own, parents, [(place + 1).bit_length() - 1 for place in places])
