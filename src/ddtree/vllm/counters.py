@@ -11,6 +11,8 @@ from typing import Any
 
 METHOD = "ddtree_counters"
 """Of the worker."""
+FAILED = "drafting_failed"
+"""Among the counters, the one that is a state: 1 where drafting has failed."""
 PREFIX = "ddtree_vllm_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -25,6 +27,7 @@ _KNOWN = {
     "accepted_per_depth": ("Accepted nodes by their depth in the tree.", "depth"),
     "arms": ("Verifications of a request by the way it was drafted for.", "arm"),
     "seconds": ("Where the worker's time went.", "part"),
+    FAILED: ("Engines in which drafting has failed, and is off.", None),
 }
 
 
@@ -60,8 +63,8 @@ def text(found: Counters) -> str:
     lines = []
     for name, value in found.items():
         about, label = _KNOWN[name]
-        full = f"{PREFIX}{name}_total"
-        lines += [f"# HELP {full} {about}", f"# TYPE {full} counter"]
+        kind, full = ("gauge", f"{PREFIX}{name}") if name == FAILED else ("counter", f"{PREFIX}{name}_total")
+        lines += [f"# HELP {full} {about}", f"# TYPE {full} {kind}"]
         if isinstance(value, Mapping):
             lines += [f'{full}{{{label}="{_escaped(key)}"}} {number}' for key, number in value.items()]
         else:

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.worker import cpu_worker
 
 from ddtree.errors import UnsupportedModelError
-from ddtree.vllm import attention, refusals, versions
+from ddtree.vllm import attention, counters, refusals, versions
 from ddtree.vllm.runner import TreeRunner
 
 versions.check()
@@ -46,4 +46,5 @@ class TreeWorker(cpu_worker.CPUWorker):
 
     def ddtree_counters(self) -> dict[str, Any]:
         """What was drafted and came of it so far, as plain JSON values; for the engine's `collective_rpc`."""
-        return self.model_runner.planning.figures.as_dict()
+        runner = self.model_runner
+        return {**runner.planning.figures.as_dict(), counters.FAILED: int(runner.drafting_failed)}
