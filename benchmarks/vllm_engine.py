@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
         }
     },
     "lookup": Settings(drafter="lookup", drafting=Drafting("auto")).engine_arguments(),
-    "demo": Settings(drafter="demo", drafting=Drafting("tree")).engine_arguments(),
+    "demo": Settings(drafter="demo", drafting=Drafting("auto")).engine_arguments(),
 }  # fmt: skip
 """Arguments of the engine by the way it drafts; the last two are ours."""
 
