@@ -130,7 +130,7 @@ def test_what_vllm_refuses_beside_drafting_travels_with_it():
     assert said == {"min_p": 0.1, "logit_bias": {"7": 3}}
 
 
-@pytest.mark.parametrize("fields", [{"min_p": 0}, {"min_p": None}, {"logit_bias": {}}, {"ddtree": None}])
+@pytest.mark.parametrize("fields", [{"min_p": None}, {"logit_bias": None}, {"ddtree": None}, {"ddtree": {}}])
 def test_fields_that_ask_for_nothing_are_dropped(fields):
     assert moved(**fields) == ({"model": "m", "prompt": "hello"}, None)
 
@@ -138,6 +138,10 @@ def test_fields_that_ask_for_nothing_are_dropped(fields):
 def test_a_clients_own_arguments_stay():
     sent = json.loads(translate(body(vllm_xargs={"mine": 1}, min_p=0.5)))
     assert sent["vllm_xargs"] == {"mine": 1, "ddtree": '{"min_p": 0.5}'}
+
+
+def test_arguments_that_are_no_object_stay_for_vllm_to_refuse():
+    assert json.loads(translate(body(vllm_xargs="mine", min_p=0.5)))["vllm_xargs"] == "mine"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +152,8 @@ def test_a_clients_own_arguments_stay():
         ({"ddtree": "tree"}, "ddtree"),
         ({"min_p": 3}, "min_p"),
         ({"min_p": "low"}, "min_p"),
+        ({"min_p": ""}, "min_p"),
+        ({"logit_bias": []}, "logit_bias"),
         ({"logit_bias": {"-1": 3}}, "logit_bias"),
         ({"guided_json": {}}, "guided_json"),
         ({"guided_regex": "a+"}, "guided_regex"),

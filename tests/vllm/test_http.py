@@ -18,6 +18,7 @@ import pytest
 import talker
 
 NAME = "talker"
+KEY = "secret"
 PROMPTS = ("the cat sat on the mat, the cat sat on", "abcabcabcabc", "To be, or not to be", "11 12 13 14 15")
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
@@ -36,7 +37,7 @@ def served(folder, tmp_path, *more):
     command = [
         sys.executable, "-m", "ddtree", "serve", folder, "--engine", "vllm", "--name", NAME, "--port", str(port),
         "--dtype", "float32", "--max-context", "256", "--max-rows", "4", "--kv-memory", "64M", "--threads", "1",
-        "--grace", "0", *more, "--", "--enforce-eager",
+        "--grace", "0", "--api-key", KEY, *more, "--", "--enforce-eager",
     ]  # fmt: skip
     # As a user has it: the other tests set what the engine in their own process needs.
     environment = {
@@ -46,7 +47,9 @@ def served(folder, tmp_path, *more):
     with (
         log.open("w") as out,
         subprocess.Popen(command, env=environment, stdout=out, stderr=out) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"Authorization": f"Bearer {KEY}"}
+        ) as client,
     ):
         try:
             ready(client, process, log)
@@ -192,8 +195,38 @@ def test_streams_carry_the_same_text(client, plain):
     assert "".join(pieces) == plain["texts"][0]
 
 
+def test_clients_that_leave_within_a_stream_leave_the_others(client, plain):
+    sent = {"model": NAME, "prompt": PROMPTS[1], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    for _ in range(8):
+        with client.stream("POST", "/v1/completions", json=sent) as answer:
+            assert next(answer.iter_lines()).startswith("data: {")
+    assert together(text, client) == plain["texts"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "x" * 254, "max_tokens": 1},
+        {"prompt": "x" * 200, "max_tokens": None},
+        {"ddtree": {"budget": 1024}},
+        {"echo": True, "logprobs": 3},
+        {"n": 3, "temperature": 1.0, "min_p": 0.1},
+        {"use_beam_search": True, "n": 2, "min_p": 0.1},
+        {"stop": ["n", "é"], "bad_words": ["🌳"]},
+        {"logit_bias": {str(token): -100 for token in range(talker.VOCAB)}},
+        {"vllm_xargs": {"ddtree": '{"method": "chain"}'}},
+    ],
+    ids=str,
+)
+def test_what_is_asked_seldom_is_answered_too(client, plain, fields):
+    answer = complete(client, **{"prompt": PROMPTS[0], **fields})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == fields.get("n", 1)
+    assert text(client, PROMPTS[0]) == plain["texts"][0]
+
+
 def test_openais_client_says_how_to_draft(client, plain):
-    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none") as asked:
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key=KEY) as asked:
         answer = asked.completions.create(
             model=NAME, prompt=PROMPTS[0], max_tokens=40, temperature=0,
             extra_body={"ignore_eos": True, "ddtree": {"method": "tree", "budget": 8}},
@@ -213,7 +246,9 @@ def test_openais_client_says_how_to_draft(client, plain):
         ({"ddtree": {"budgets": 3}}, "ddtree"),
         ({"vllm_xargs": {"ddtree": "{"}}, None),
         ({"min_p": 3}, "min_p"),
+        ({"min_p": ""}, "min_p"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": []}, "logit_bias"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
         ({"presence_penalty": 7}, None),
         ({"repetition_penalty": 5000.0}, "repetition_penalty"),
@@ -233,6 +268,19 @@ def test_a_wrong_request_is_refused_by_name_and_the_engine_lives(client, plain, 
     assert text(client, PROMPTS[0]) == plain["texts"][0]
 
 
+def test_without_a_key_the_answer_is_vllms_whatever_was_sent(client):
+    route = f"{client.base_url}/v1/completions"
+    for fields in ({}, {"ddtree": {"method": "fast"}}, {"min_p": 3}, {"guided_regex": "a+"}):
+        answer = httpx.post(route, json={"model": NAME, "prompt": "x", **fields})
+        assert answer.status_code == 401, answer.text
+    for route in ("/metrics", "/ddtree/metrics"):
+        assert httpx.get(f"{client.base_url}{route}").status_code == 200
+
+
+def test_what_vllm_has_no_route_for_is_not_found(client):
+    assert client.post("/v1/nothing", json={"ddtree": {"method": "fast"}}).status_code == 404
+
+
 def test_our_counters_agree_with_vllms(client):
     text(client, PROMPTS[0])
     for ours, theirs in (("nodes", "draft_tokens"), ("accepted", "accepted_tokens")):
@@ -242,3 +290,4 @@ def test_our_counters_agree_with_vllms(client):
         while figure(client, f"vllm:spec_decode_num_{theirs}_total") != own > 0:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+    assert figure(client, "ddtree_vllm_drafting_failed", "/ddtree/metrics") == 0

@@ -138,16 +138,17 @@ def translate(body: bytes, vocab_size: int | None = None) -> bytes:
         raise Refusal(f"{KEY} must be an object of method, budget and depth, not {mine!r}", KEY)
     try:
         requests.asked({KEY: mine})
-        wanted = {**(mine or {}), **{name: value for name, value in moved.items() if value}}
+        wanted = {**(mine or {}), **{name: value for name, value in moved.items() if value is not None}}
         asked = requests.asked({KEY: wanted})
         if vocab_size is not None:
             check_vocabulary(SamplingParams(logit_bias=asked.logit_bias), vocab_size)
     except ConfigError as error:
         named = requests.named_in(str(error), requests.SAMPLED_HERE)
         raise Refusal(str(error), named or KEY) from error
-    if wanted:
-        others = sent.get(ARGUMENTS)
-        sent[ARGUMENTS] = {**(others if isinstance(others, dict) else {}), KEY: json.dumps(wanted)}
+    others = sent.get(ARGUMENTS) or {}
+    # What is no object is vLLM's to refuse.
+    if wanted and isinstance(others, dict):
+        sent[ARGUMENTS] = {**others, KEY: json.dumps(wanted)}
     return json.dumps(sent).encode()
 
 
