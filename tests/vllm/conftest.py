@@ -37,3 +37,13 @@ def checkpoints(tmp_path_factory):
         return made[family]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def known(checkpoints):
+    """A tiny model's folder, and stock vLLM's answers to the prompts, each asked alone."""
+    from engines import PROMPTS, TOKENS, answers, engine, params
+
+    folder = checkpoints("llama")
+    with engine(folder) as stock:
+        return folder, [answers(stock, [prompt], params(TOKENS))[0] for prompt in PROMPTS]

@@ -25,6 +25,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 PROMPTS = [tiny.prompt(length, seed) for seed, length in enumerate((5, 11, 23, 40))]
 NODES = 16
+TOKENS = 64
+"""Of each answer to the prompts that the fixture `known` holds."""
 
 Load = Callable[[Any, Any], Any]
 """Makes a drafter of its name and target, in place of `ddtree.drafters.loading.load_drafter`."""

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from engines import PROMPTS, answers, engine, params
+from engines import PROMPTS, TOKENS, answers, engine, params
 
 from ddtree.vllm import runner, trees
 from scripted import Scripted
-
-TOKENS = 48
-
-
-@pytest.fixture(scope="module")
-def known(checkpoints):
-    folder = checkpoints("llama")
-    with engine(folder) as stock:
-        return folder, [answers(stock, [prompt], params(TOKENS))[0] for prompt in PROMPTS]
 
 
 def matches(known):

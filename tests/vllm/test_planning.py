@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
-from engines import PROMPTS, answers, counters, engine, params
+import vllm
+from engines import PROMPTS, TOKENS, answers, counters, engine, params
+from vllm.config import CompilationMode
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from ddtree.policy import Policy
-from ddtree.vllm import planning
+from ddtree import stats
+from ddtree.policy import Policy, measure, stands, store
+from ddtree.vllm import planning, runner, stand
 from scripted import Scripted
-
-TOKENS = 64
-
-
-@pytest.fixture(scope="module")
-def known(checkpoints):
-    folder = checkpoints("llama")
-    with engine(folder) as stock:
-        return folder, [answers(stock, [prompt], params(TOKENS))[0] for prompt in PROMPTS]
 
 
 def oracle(known):
@@ -25,29 +23,102 @@ def oracle(known):
     return lambda spec, target: Scripted(texts)
 
 
-def test_auto_measures_decides_and_learns(known, monkeypatch):
+class Clock:
+    """Time that only costs move: what is decided by it does not depend on the machine."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.fixture
+def priced(monkeypatch, tmp_path):
+    """Gives a forward pass of so many tokens, and a draft, a price in seconds; returns the clock."""
+
+    def price(forward, draft):
+        clock, run, drafted = Clock(), runner.TreeRunner._model_forward, Scripted.draft
+
+        def model_forward(self, input_ids=None, *args, **kwargs):
+            clock.now += forward(len(input_ids))
+            return run(self, input_ids, *args, **kwargs)
+
+        def drafts(self, rows, own):
+            clock.now += draft
+            return drafted(self, rows, own)
+
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(runner.TreeRunner, "_model_forward", model_forward)
+        monkeypatch.setattr(Scripted, "draft", drafts)
+        for module in (stats, measure, stands, planning, runner, stand):
+            monkeypatch.setattr(module, "time", clock)
+        return clock
+
+    return price
+
+
+def test_auto_measures_decides_and_learns(known, monkeypatch, priced):
+    clock = priced(lambda tokens: 0.02 + 1e-5 * tokens, draft=1e-4)
     learnt, latencies = [], []
-    learn = Policy.learn
+    learn, schedule = Policy.learn, Scheduler.schedule
+
+    def scheduling(self, *args, **kwargs):
+        clock.now += 3e-3
+        return schedule(self, *args, **kwargs)
 
     def watched(self, tree, paths, answers, seconds):
         latencies.append(self.latency)
         learnt.append((max(tree.sizes), [len(path) for path in paths], dict(seconds)))
         return learn(self, tree, paths, answers, seconds)
 
-    monkeypatch.setattr(planning.Policy, "learn", watched)
+    monkeypatch.setattr(Policy, "learn", watched)
+    monkeypatch.setattr(Scheduler, "schedule", scheduling)
     with engine(known[0], oracle(known), method="auto", budget="auto") as made:
         for _ in range(3):
             assert answers(made, PROMPTS, params(TOKENS)) == known[1]
         found = counters(made)
     assert found["accepted"] > found["steps"] / 2
     assert len(learnt) > 20 and max(width for width, _, _ in learnt) > 1
-    assert all(seconds["verify"] > 0 and seconds["walk"] > 0 for _, _, seconds in learnt)
+    assert all(seconds["verify"] > 0.02 and seconds["walk"] > 0 for _, _, seconds in learnt)
+    assert all(3e-3 < seconds["commit"] < 4e-3 for _, _, seconds in learnt)
     widths = {point.width for point in latencies[0].points}
     assert {1, 2, 9, 17} <= widths and max(widths) <= 17
     assert latencies[0].covers(["scripted"])
 
 
-def test_drafts_that_never_come_true_are_given_up(known):
+class Uneven(Scripted):
+    """Proposes for one text alone."""
+
+    def _tree(self, row):
+        return super()._tree(row if row.tokens[:5] == self.texts[0][:5] else replace(row, depth=0))
+
+
+def test_a_step_of_uneven_trees_is_told_as_if_all_were_as_large(known, monkeypatch, priced):
+    def price(tokens):
+        return 0.02 + 5e-4 * tokens
+
+    priced(price, draft=1e-4)
+    told = []
+    learn = Policy.learn
+
+    def watched(self, tree, paths, answers, seconds):
+        told.append((tree.sizes, seconds["verify"]))
+        return learn(self, tree, paths, answers, seconds)
+
+    monkeypatch.setattr(Policy, "learn", watched)
+    texts = [prompt + text for prompt, text in zip(PROMPTS, known[1], strict=True)]
+    with engine(known[0], lambda spec, target: Uneven(texts), method="auto", budget=8) as made:
+        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
+    uneven = [(sizes, seconds) for sizes, seconds in told if len(sizes) == 4 and max(sizes) > 4]
+    assert uneven and all(sorted(sizes)[:3] == [1, 1, 1] for sizes, _ in uneven)
+    for sizes, seconds in uneven:
+        assert seconds == pytest.approx(price(4 * max(sizes)), rel=0.1)
+
+
+def test_drafts_that_never_come_true_are_given_up(known, priced):
+    priced(lambda tokens: 0.01 + 1e-3 * tokens, draft=2e-3)
     texts = [prompt + text for prompt, text in zip(PROMPTS, known[1], strict=True)]
     with engine(known[0], lambda spec, target: Wrong(texts), method="auto", budget="auto") as made:
         for _ in range(6):
@@ -55,6 +126,19 @@ def test_drafts_that_never_come_true_are_given_up(known):
         found = counters(made)
     assert found["accepted"] == 0
     assert found["arms"]["off"] > found["steps"] / 2
+
+
+def test_where_trees_do_not_pay_auto_costs_hardly_more_than_off(known, priced):
+    # Four rows without drafts take 30 ms a token; with drafts no better than 36, since every node adds 5 ms.
+    clock = priced(lambda tokens: 0.01 + 5e-3 * tokens, draft=5e-3)
+    spent = {}
+    for method, turns in (("off", 1), ("auto", 6)):
+        with engine(known[0], oracle(known), method=method, budget="auto") as made:
+            for _ in range(turns):
+                before = clock.now
+                assert answers(made, PROMPTS, params(TOKENS)) == known[1]
+                spent.setdefault(method, []).append(clock.now - before)
+    assert max(spent["auto"][1:]) < 1.1 * spent["off"][0]
 
 
 class Wrong(Scripted):
@@ -101,9 +185,12 @@ class Failing(Scripted):
 def test_a_drafter_that_fails_costs_no_text(known):
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
     with engine(known[0], lambda spec, target: Failing(texts)) as made:
+        assert answers(made, PROMPTS[:1], params(8)) == [known[1][0][:8]]
+        assert counters(made)["drafting_failed"] == 0
         for _ in range(2):
             assert answers(made, PROMPTS[:2], params(TOKENS)) == known[1][:2]
         assert 0 < counters(made)["accepted"] < 60
+        assert counters(made)["drafting_failed"] == 1
 
 
 class Clinging(Scripted):
@@ -122,3 +209,16 @@ def test_a_drafter_that_fails_at_an_end_costs_no_text(known):
         for _ in range(2):
             assert answers(made, PROMPTS, params(TOKENS)) == known[1]
         assert counters(made)["nodes"] == before
+
+
+@pytest.mark.parametrize(
+    "other", [("0.33.0", CompilationMode.NONE), (vllm.__version__, CompilationMode.VLLM_COMPILE)]
+)
+def test_another_release_or_way_to_compile_is_timed_anew(other, monkeypatch):
+    def place(version, mode):
+        monkeypatch.setattr(stand.vllm, "__version__", version)
+        config = SimpleNamespace(compilation_config=SimpleNamespace(mode=mode))
+        return store.path({"target": "llama", "runtime": stand.runtime(config)})
+
+    here = vllm.__version__, CompilationMode.NONE
+    assert place(*here) == place(*here) != place(*other)
