@@ -92,13 +92,15 @@ def test_arms_that_are_alike_are_not_switched_back_and_forth():
     assert len(control.switches) <= 8
 
 
-def test_what_earlier_runs_learnt_is_begun_with_and_overruled_by_what_is_seen():
-    def known(tokens):
-        acceptance = Acceptance()
-        for _ in range(100):
-            acceptance.play(8, tokens)
-        return Acceptance.from_list(acceptance.as_list())
+def known(tokens):
+    """Of an arm whose rounds accepted so many of eight nodes, in an earlier run."""
+    acceptance = Acceptance()
+    for _ in range(100):
+        acceptance.play(8, tokens)
+    return Acceptance.from_list(acceptance.as_list())
 
+
+def test_what_earlier_runs_learnt_is_begun_with_and_overruled_by_what_is_seen():
     control = controller()
     control.recall({FULL: known(3), DFLASH: known(1), LOOKUP: known(3)})
     assert control.choose() == LOOKUP
@@ -109,6 +111,18 @@ def test_what_earlier_runs_learnt_is_begun_with_and_overruled_by_what_is_seen():
     control = controller()
     control.recall({FULL: few, LOOKUP: few})
     assert control.choose() == FULL
+
+
+def test_how_many_nodes_paid_on_another_machine_does_not_speak_against_drafting_fewer():
+    """Eight nodes cost three times a plain step; one accepted node of one is worth its time."""
+    control = Controller((FULL, OFF), lambda arm, nodes: (20 + 5 * nodes) / 1000)
+    control.recall({FULL: known(2), OFF: known(0)})
+    for _ in range(400):
+        arm = control.choose()
+        made = Made(1.0, 0.0) if arm == OFF else Made(1.6, 1.0)
+        control.learn(arm, made, {})
+    assert control.current == FULL
+    assert control.figures[FULL].nodes == 1
 
 
 def test_a_text_that_suits_the_arm_in_use_does_not_speak_for_the_others():

@@ -75,6 +75,7 @@ class Figures:
     last: int = 0
     judged: int = 0
     told: float = 0.0
+    _drafts: float = 0.0
     _hits: float = 0.0
     _hoped: float = 0.0
     _own: float = 0.0
@@ -89,7 +90,12 @@ class Figures:
         self.share = self._own / self._full
         self._scatter = self._scatter * keep + (tokens - self.share * full) ** 2
         self.seen = self.seen * keep + 1
-        self.nodes += (nodes - self.nodes) / min(self.seen, _LEVEL_MEMORY)
+        self.draft(nodes)
+
+    def draft(self, nodes: float) -> None:
+        """So many nodes a row paid in a round; what is recalled of another run, or machine, counts for nothing then."""
+        self._drafts = min(self._drafts + 1, _LEVEL_MEMORY)
+        self.nodes += (nodes - self.nodes) / self._drafts
 
     def recall(self, tokens: float, full: float, nodes: float) -> None:
         """As if it had been compared in a few rounds that made so many tokens on average."""
@@ -226,7 +232,7 @@ class Controller:
             for other, own in foretold.items():
                 self.figures[other].compare(self.figures[other].worth(own, self.rounds), worth, own.nodes)
         else:
-            figures.nodes += (made.nodes - figures.nodes) / _LEVEL_MEMORY
+            figures.draft(made.nodes)
         # What is tried now and then is heard too seldom for its probabilities to have come true lately or not.
         self._relevel((worth if arm == self.current else made.tokens) / figures.share)
 

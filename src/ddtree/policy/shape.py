@@ -73,4 +73,5 @@ class Shape:
             difference[places[low]], difference[places[high]] = -1.0, 1.0
             matrix += len(steps) * np.outer(difference, difference)
             right += len(steps) * median(steps) * difference
-        self._known, self._logs = np.array(known, dtype=np.float64), np.linalg.solve(matrix, right)
+        self._known = np.array(known, dtype=np.float64)
+        self._logs = np.linalg.solve(matrix, right).astype(np.float64)
