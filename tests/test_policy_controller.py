@@ -113,6 +113,14 @@ def test_what_earlier_runs_learnt_is_begun_with_and_overruled_by_what_is_seen():
     assert control.choose() == FULL
 
 
+def test_a_drafter_known_to_be_useless_is_left_at_once():
+    recalled, new = controller((DFLASH, OFF)), controller((DFLASH, OFF))
+    recalled.recall({DFLASH: known(0)})
+    for control in (recalled, new):
+        play(control, 16, {DFLASH: 1.0})
+    assert (recalled.current, new.current) == (OFF, DFLASH)
+
+
 def test_how_many_nodes_paid_on_another_machine_does_not_speak_against_drafting_fewer():
     """Eight nodes cost three times a plain step; one accepted node of one is worth its time."""
     control = Controller((FULL, OFF), lambda arm, nodes: (20 + 5 * nodes) / 1000)

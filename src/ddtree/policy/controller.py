@@ -154,9 +154,9 @@ class Controller:
     departs from the one of the long run is believed of another arm as far as the two have drafters in common.
 
     The arm in use is left only after 8 rounds, for one that is faster by 3 % and by more than luck may explain; for
-    "off" not within the first 32. At most 3 % of rounds go to another arm: to the full one, to keep level and shares
-    true, or to "off" while its time is not known. A few of them are kept back, and follow at once on one that made far
-    more than was expected.
+    "off" not within the first 32, unless earlier runs are recalled. At most 3 % of rounds go to another arm: to the
+    full one, to keep level and shares true, or to "off" while its time is not known. A few of them are kept back, and
+    follow at once on one that made far more than was expected.
 
     Args:
         arms: the full one first.
@@ -172,6 +172,7 @@ class Controller:
         self.switches: deque[Switch] = deque(maxlen=_SWITCHES)
         self._seconds = seconds
         self._since = 0
+        self._patience = _FIRST_DWELL
         self._allowance = 0.0
         self._hopeful = False
         self._levelled: int | None = None
@@ -188,6 +189,7 @@ class Controller:
                 self.figures[arm].recall(own.tokens, full.tokens, own.nodes)
         self.level = self._career = full.tokens
         self._levelled, self._heard = 0, int(_RECALLED)
+        self._patience = _DWELL
         self.current = max((arm for arm in self.figures if arm != OFF and self._known(arm)), key=self.speed)
 
     def choose(self) -> Arm:
@@ -334,7 +336,7 @@ class Controller:
         known = [arm for arm in self.figures if self._known(arm)]
         if self.current not in known:
             return
-        if self.rounds <= _FIRST_DWELL and OFF in known and self.current != OFF:
+        if self.rounds <= self._patience and OFF in known and self.current != OFF:
             known.remove(OFF)
         best = max(known, key=self.speed)
         ours, theirs = self.speed(self.current), self.speed(best)
