@@ -135,6 +135,12 @@ def test_the_policy_is_told_which_drafts_tell_of_the_drafter():
     assert policy.whole == [True, False, True, False] and plan.decided
 
 
+def test_a_row_without_room_for_a_node_says_nothing_of_the_drafter():
+    policy, drafter = Told(Choice(TREE, 4)), Asked()
+    planner(drafter, policy).plan([sequence(10, automatic())], most=0)
+    assert policy.whole == [False] and drafter.rows == []
+
+
 def test_what_was_behind_in_another_round_says_nothing_of_one_without_drafts():
     policy, drafter = Told(Choice(OFF, 0)), Asked(behind=[0])
     planner(drafter, policy).plan([sequence(10, automatic())], most=99)

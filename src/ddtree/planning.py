@@ -117,7 +117,7 @@ class Planner:
         drafts = [DraftRow(text.tokens, 0, 0) for text in rows]
         for place, choice in zip(places, choices, strict=True):
             drafts[place] = self._row(rows[place], choice, most)
-        drafter = self._drafter if any(row.depth and row.budget for row in drafts) else None
+        drafter = self._drafter if any(row.depth for row in drafts) else None
         if drafter is None:
             tree = DraftTree.root([text.tokens[-1] for text in asked], self._target.device)
         else:
@@ -142,7 +142,8 @@ class Planner:
             self.policy.learn(plan.tree, paths, answers, seconds)
 
     def _row(self, text: Text, choice: Choice, most: int) -> DraftRow:
-        if choice.arm == OFF:
+        # A depth of 0 also tells the policy that the drafter had no chance.
+        if choice.arm == OFF or most < 1:
             return DraftRow(text.tokens, 0, 0)
         room = self._target.max_context - len(text.tokens) - 1
         return DraftRow(
