@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ddtree.planning import Plan, Planner
 from ddtree.policy import OFF
 from ddtree.stats import PARTS, Clock
@@ -175,13 +173,16 @@ class Planning:
         The policy takes them to be padded so. The engine pads nothing; were it told the shorter times, it would think
         uneven trees cheap and a step without drafts slow.
         """
-        sizes = [len(row.nodes) for row in rows]
         assert self._planner.policy is not None
-        if min(sizes) == max(sizes):
+        costs = self._planner.policy.costs
+        nodes = [len(row.nodes) - 1 for row in rows]
+        if min(nodes) == max(nodes):
             return 1.0
         context = sum(row.base for row in rows) / len(rows)
-        curve = self._planner.policy.latency.curve(max(sizes), len(rows), context)
-        return float(curve[-1] / np.interp(sum(sizes) / len(sizes), np.arange(1, len(curve) + 1), curve))
+        # As corrected so far: what the largest trees take must not be told by what smaller ones took.
+        below, part = divmod(sum(nodes) / len(nodes), 1)
+        less, more = (costs.verify(int(below) + step, len(rows), context) for step in (0, 1))
+        return costs.verify(max(nodes), len(rows), context) / (less + part * (more - less))
 
     def _count(
         self,
