@@ -62,8 +62,7 @@ class Lane:
         if self.policy is None or not self._contexts:
             return []
         context = statistics.mean(self._contexts)
-        curve = self.policy.latency.curve(max(_WIDTHS), 1, context)
-        seconds = [round(float(curve[width - 1]), 7) for width in _WIDTHS]
+        seconds = [round(self.policy.costs.verify(width - 1, 1, context), 7) for width in _WIDTHS]
         return [
             {"kind": "policy", "cell": self.name, "state": self.policy.state()},
             {"kind": "latency", "cell": self.name, "context": context, "widths": _WIDTHS, "seconds": seconds},
