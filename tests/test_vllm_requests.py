@@ -140,8 +140,9 @@ def test_a_clients_own_arguments_stay():
     assert sent["vllm_xargs"] == {"mine": 1, "ddtree": '{"min_p": 0.5}'}
 
 
-def test_arguments_that_are_no_object_stay_for_vllm_to_refuse():
-    assert json.loads(translate(body(vllm_xargs="mine", min_p=0.5)))["vllm_xargs"] == "mine"
+@pytest.mark.parametrize("arguments", ["mine", "", []])
+def test_arguments_that_are_no_object_stay_for_vllm_to_refuse(arguments):
+    assert json.loads(translate(body(vllm_xargs=arguments, min_p=0.5)))["vllm_xargs"] == arguments
 
 
 @pytest.mark.parametrize(

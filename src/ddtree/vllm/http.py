@@ -145,7 +145,7 @@ def translate(body: bytes, vocab_size: int | None = None) -> bytes:
     except ConfigError as error:
         named = requests.named_in(str(error), requests.SAMPLED_HERE)
         raise Refusal(str(error), named or KEY) from error
-    others = sent.get(ARGUMENTS) or {}
+    others = {} if sent.get(ARGUMENTS) is None else sent[ARGUMENTS]
     # What is no object is vLLM's to refuse.
     if wanted and isinstance(others, dict):
         sent[ARGUMENTS] = {**others, KEY: json.dumps(wanted)}
