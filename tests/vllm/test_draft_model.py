@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines import FAMILIES, PROMPTS, answers, counters, engine, params
+from engines import FAMILIES, PROMPTS, TOKENS, answers, counters, engine, params
 
 import ddtree
 import tiny
 from ddtree.drafters.loading import load_drafter
 from ddtree.errors import CheckpointError
 
-TOKENS = 48
 DRAWN = {"temperature": 0.8, "top_p": 0.95, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def known(checkpoints):
-    """A model's folder, and the answers of plain vLLM to each prompt by itself."""
-    folder = checkpoints("llama")
-    with engine(folder) as stock:
-        return folder, [answers(stock, [prompt], params(TOKENS))[0] for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The drafter's rows, and what they are told: which request is where, its features, its trees."""
+"""The drafter's rows, and what they are told: which request is where, its features."""
 
 from __future__ import annotations
 
