@@ -113,6 +113,14 @@ def test_the_root_alone_is_never_dearer_than_two_nodes():
     assert model.verify(1) <= model.verify(2)
 
 
+def test_what_was_cut_short_does_not_take_nodes_beyond_it_to_be_free():
+    flat = [Sample(width, 1, 32, 0.05) for width in (2, 9, 17)]
+    model = fitted(flat, cut_short=True)
+    assert model.verify(17, 1, 32) == pytest.approx(0.05)
+    assert model.verify(34, 1, 32) == pytest.approx(0.10)
+    assert fitted(flat).verify(34, 1, 32) == pytest.approx(0.05)
+
+
 def test_more_rows_than_were_measured_cost_what_a_tree_of_as_many_nodes_does():
     model = fitted([*grid(known, rows=(1,)), Sample(1, 1, 0, 0.5 * known(2, 1, 0))])
     assert model.verify(1, 8, 0) == pytest.approx(known(1, 8, 0), rel=1e-6)

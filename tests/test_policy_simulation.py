@@ -138,4 +138,4 @@ def test_throughput_is_98_percent_of_the_best_fixed_budgets(curve, profile):
 def test_a_wrong_first_measurement_is_made_good(curve, measured, profile):
     """As when it was taken while other work filled the machine."""
     best = max(fixed(curve, profile, budget) for budget in BUDGETS)
-    assert chosen(curve, profile, measured, warm_up=120) >= 0.8 * best
+    assert chosen(curve, profile, measured, warm_up=120) >= 0.75 * best

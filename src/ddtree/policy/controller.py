@@ -90,9 +90,9 @@ class Figures:
         self.share = self._own / self._full
         self._scatter = self._scatter * keep + (tokens - self.share * full) ** 2
         self.seen = self.seen * keep + 1
-        self.draft(nodes)
+        self.drafted(nodes)
 
-    def draft(self, nodes: float) -> None:
+    def drafted(self, nodes: float) -> None:
         """So many nodes a row paid in a round; what is recalled of another run, or machine, counts for nothing then."""
         self._drafts = min(self._drafts + 1, _LEVEL_MEMORY)
         self.nodes += (nodes - self.nodes) / self._drafts
@@ -234,7 +234,7 @@ class Controller:
             for other, own in foretold.items():
                 self.figures[other].compare(self.figures[other].worth(own, self.rounds), worth, own.nodes)
         else:
-            figures.draft(made.nodes)
+            figures.drafted(made.nodes)
         # What is tried now and then is heard too seldom for its probabilities to have come true lately or not.
         self._relevel((worth if arm == self.current else made.tokens) / figures.share)
 

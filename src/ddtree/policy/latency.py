@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ddtree.errors import ConfigError
 from ddtree.policy import curve
-from ddtree.policy.curve import Curve, Sample, amount, medians
+from ddtree.policy.curve import Curve, Sample, Term, amount, medians
 from ddtree.policy.drift import Drift
 
 __all__ = ["LatencyModel", "Part", "Sample"]
@@ -77,6 +77,8 @@ class LatencyModel:
         draft_points = {name: medians(own) for name, own in draft.items()}
         trees = [point for point in points if point.width > 1] or points
         shape = curve.fit(trees)
+        if machine.get(CUT_SHORT):
+            shape = _cautious(shape, trees)
         single = {}
         for rows in sorted({point.rows for point in points}):
             shares = [p.seconds / shape.seconds(_floor(1, rows), p.rows, p.context) for p in points
@@ -192,6 +194,17 @@ class LatencyModel:
         known = {2: 1.0, **self._fit.single}
         places = sorted(known)
         return float(np.interp(rows, places, [known[place] for place in places]))
+
+
+def _cautious(shape: Curve, points: Sequence[Sample]) -> Curve:
+    """The curve, with nodes beyond the most that were measured no cheaper than these were on average.
+
+    A few points taken on a busy machine may lie on a flat line, by which a thousand nodes would be free.
+    """
+    last = max(points, key=lambda point: point.rows * point.width)
+    tokens = last.rows * last.width
+    average = float(shape.seconds(last.width, last.rows, last.context)) / tokens
+    return Curve(shape.constant, (*shape.terms, Term("tokens", tokens, average)))
 
 
 def _floor(width: int, rows: int) -> float:
