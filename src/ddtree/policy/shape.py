@@ -9,11 +9,14 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree.tree import MAX_BUDGET
+
 _STEPS = 12  # differences between two sizes that are looked at
 _LEAST = 4  # of them, before they count
 _LEAST_SLOPE = 0.5  # of the measured one: wide trees tried in vain cost more than those not tried yet
 _NOISE = 0.05  # of a pass: a smaller difference says little of what a node costs
 _DOUBT = 1.0  # differences that the first measurement is worth
+_SIZES = np.log2(np.arange(1, MAX_BUDGET + 2))  # of passes of 1, 2, ... nodes a row
 
 
 class Shape:
@@ -38,12 +41,11 @@ class Shape:
         """
         if not 0 < ratio < math.inf:
             return False
-        size, value = round(math.log2(width)), math.log(ratio)
-        before, self._last = self._last, (size, value)
-        if before is None or before[0] == size:
+        before, self._last = self._last, (round(math.log2(width)), math.log(ratio))
+        if before is None or before[0] == self._last[0]:
             return False
-        low, high = min(before[0], size), max(before[0], size)
-        self._steps[low, high].append(value - before[1] if size == high else before[1] - value)
+        (low, smaller), (high, larger) = sorted((before, self._last))
+        self._steps[low, high].append(larger - smaller)
         if len(self._steps[low, high]) < _LEAST:
             return False
         self._solve()
@@ -57,7 +59,7 @@ class Shape:
         """
         if not len(self._known):
             return seconds
-        sizes = np.log2(np.arange(1, len(seconds) + 1))
+        sizes = _SIZES[: len(seconds)]
         corrected = np.maximum.accumulate(seconds * np.exp(np.interp(sizes, self._known, self._logs)))
         before, last = (min(round(2**size), len(seconds)) - 1 for size in self._known[-2:])
         measured = seconds[last] - seconds[before]
