@@ -44,6 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--target", default="demo")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", help="default: the checkpoint's own")
     steps = parser.add_subparsers(dest="step", required=True)
     step = steps.add_parser("answers")
     step.add_argument("--prompts", type=Path, required=True)
@@ -65,7 +66,7 @@ def main() -> None:
     if args.step == "table":
         table([json.loads(line) for line in args.file.read_text().splitlines()])
         return
-    target = Target(*load_causal_lm(args.target, args.device))
+    target = Target(*load_causal_lm(args.target, args.device, args.dtype))
     {"answers": answers, "replay": replays}[args.step](args, target)
 
 
@@ -98,7 +99,7 @@ def replays(args: argparse.Namespace, target: Target) -> None:
     if len(layers) > 1:
         raise SystemExit(f"the drafters read features of different layers: {sorted(layers)}")
     for file in args.answers:
-        sets = _examples(file, target, *(layers or {()}), args.limit)
+        sets = examples_of(file, target, *(layers or {()}), args.limit)
         for name, known in zip(args.drafters, every, strict=True):
             assert known is not None
             for merged in (False,) if "lookup" in known.name.split("+") else (False, True):
@@ -161,10 +162,11 @@ def _measure(
     cell["tau"] = result.tau
     cell["rounds"] = result.rounds
     cell["tokens"] = result.tokens
+    cell["each"] = result.each
     cell["draft_ms"] = 1e3 * (clock.seconds["draft"] + clock.seconds["build"]) / timed.rounds
 
 
-def _examples(file: Path, target: Target, layers: tuple[int, ...], limit: int) -> Sets:
+def examples_of(file: Path, target: Target, layers: tuple[int, ...], limit: int) -> Sets:
     """The answers of a file with the target's features and their places in the file, by temperature."""
     prefix, conversations = read_shard(file)
     places = [

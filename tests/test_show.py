@@ -41,11 +41,11 @@ class FakeModel:
     def __init__(self, model: Any, tree: list[int]) -> None:
         self.target = Target(model)
         self.engine = SimpleNamespace(target=self.target)
-        self.answers = {"off": SAME, "tree": tree}
+        self.answers = {"off": SAME, "auto": tree}
         self.streamed: list[tuple[str, str]] = []
         self.warmed: list[str] = []
         self.checked: list[str] = []
-        self.exact = {"off": SAME, "tree": self.exact_tree}
+        self.exact = {"off": SAME, "auto": self.exact_tree}
 
     def generate(self, messages: Any, *, method: str, **_: Any) -> SimpleNamespace:
         (self.warmed if not self.streamed else self.checked).append(method)
@@ -54,8 +54,9 @@ class FakeModel:
     def stream(self, messages: Any, *, method: str, **_: Any) -> Streamed:
         self.streamed.append((messages[0]["content"], method))
         tokens = self.answers[method]
-        accepted = ROUNDS if method == "tree" else Counter({0: len(tokens) - 1})
-        return Streamed(tokens, Stats(method=method, rounds=accepted.total(), accepted=accepted))
+        accepted = ROUNDS if method == "auto" else Counter({0: len(tokens) - 1})
+        arms = Counter({"tree@dflash" if method == "auto" else "off": accepted.total()})
+        return Streamed(tokens, Stats(method=method, rounds=accepted.total(), arms=arms, accepted=accepted))
 
 
 def run(
@@ -72,6 +73,7 @@ def test_identical_texts_are_said_to_be_with_the_figures(monkeypatch: pytest.Mon
     text = out.getvalue()
     assert code == 0
     assert "All 2 texts are identical, token for token (8 tokens)." in text
+    assert "Forward passes by way of drafting: 4 tree@dflash." in text
     assert "times as fast" in text
     table = [line for line in text.splitlines() if line.startswith(("first ", "second ", "all "))]
     assert [line.split()[-1] for line in table[:2]] == ["identical", "identical"]
@@ -82,8 +84,8 @@ def test_identical_texts_are_said_to_be_with_the_figures(monkeypatch: pytest.Mon
 
 def test_both_ways_are_warmed_up_and_take_turns_in_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fake = run(monkeypatch, list(SAME), io.StringIO())
-    assert sorted(fake.warmed) == ["off", "tree"]
-    assert fake.streamed == [("first", "off"), ("first", "tree"), ("second", "tree"), ("second", "off")]
+    assert sorted(fake.warmed) == ["auto", "off"]
+    assert fake.streamed == [("first", "off"), ("first", "auto"), ("second", "auto"), ("second", "off")]
 
 
 def test_a_difference_that_is_no_tie_is_called_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +105,7 @@ def test_a_near_tie_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0
     assert "at a near-tie" in out.getvalue() and "identical, token" not in out.getvalue()
     assert "In float32 the texts of these prompts are identical." in out.getvalue()
-    assert fake.checked == ["off", "tree"] * 2
+    assert fake.checked == ["off", "auto"] * 2
 
 
 def test_a_near_tie_that_float32_does_not_settle_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def test_answers_side_by_side_give_the_sum_of_each_alone():
         == sum(len(e.tokens) - e.answer_start - 1 for e in examples)
     )
     assert together.accepted == sum((a.accepted for a in alone), start=type(together.accepted)())
+    assert together.each == [(a.rounds, a.tokens) for a in alone]
 
 
 def test_the_budget_limits_the_depth_of_a_chain():
@@ -86,5 +87,6 @@ def test_the_budget_limits_the_depth_of_a_chain():
 
 
 def test_an_answer_of_one_token_gives_no_round():
-    examples = [example(10, 4)]
-    assert replay(Knowing(texts(examples), 8), examples, budget=8).rounds == 0
+    examples = [example(10, 4), example(20, 8)]
+    assert replay(Knowing(texts(examples[:1]), 8), examples[:1], budget=8).rounds == 0
+    assert replay(Knowing(texts(examples), 8), examples, budget=8).each == [(0, 0), (1, 4)]

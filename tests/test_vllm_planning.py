@@ -1,12 +1,13 @@
 """What the policy is told of vLLM's steps, without vLLM."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ddtree.planning import Plan
-from ddtree.policy import OFF, Choice
+from ddtree.policy import OFF, Arm, Choice
 from ddtree.policy.costs import Costs
 from ddtree.policy.latency import LatencyModel, Sample
 from ddtree.policy.stands import binary_tree
@@ -36,6 +37,10 @@ class Asked:
         self.told.append(seconds["verify"])
 
 
+def reader(row):
+    return SimpleNamespace(name=str(row), drafts=True, ended=False, arm=OFF)
+
+
 def test_uneven_trees_are_told_as_if_padded_by_what_passes_were_found_to_take():
     """First measured flat; three rows of the root alone and one of 8 nodes are 2 nodes a row."""
     flat = [Sample(width, ROWS, 0, 0.05) for width in (1, 2, 17, 33)]
@@ -44,10 +49,24 @@ def test_uneven_trees_are_told_as_if_padded_by_what_passes_were_found_to_take():
         nodes = list(TOOK)[number % 3]
         costs.verified(nodes, ROWS, 10.0, TOOK[nodes])
     planner = Asked(costs, [1, 1, 1, 9])
-    readers = [SimpleNamespace(name=str(row), drafts=True, ended=False) for row in range(ROWS)]
+    readers = [reader(row) for row in range(ROWS)]
     planning = Planning(readers, planner, Clock(), nodes=16, most=1024)
     for _ in range(2):
         rows = [Row(row, 0, 0, 10, Nodes.of(planner.made.tree, row)) for row in range(ROWS)]
         planning.clock("verify", TOOK[2])
         planning.draft(readers, rows, {reader.name: Verified([0], [1]) for reader in readers})
     assert planner.told == [pytest.approx(TOOK[8], rel=0.1)]
+
+
+def test_a_request_that_a_step_passes_over_is_counted_as_it_was_drafted():
+    planner = Asked(None, [3, 3])
+    planner.made = replace(planner.made, choices=[Choice(Arm("tree", ("lookup",)), 2)] * 2, decided=False)
+    readers = [reader(row) for row in range(2)]
+    planning = Planning(readers, planner, Clock(), nodes=16, most=1024)
+    rows = [Row(row, 0, 0, 10, Nodes.of(planner.made.tree, row)) for row in range(2)]
+    come = {reader.name: Verified([0], [1]) for reader in readers}
+    planning.draft(readers, rows, come)
+    planner.made = Plan(planner.made.choices[:1], DraftTree.stack([planner.made.tree.row(0)]), False)
+    planning.draft(readers[:1], rows[:1], {"0": come["0"]})
+    planning.draft(readers[1:], rows[1:], {"1": come["1"]})
+    assert planning.figures.arms == {"off": 2, "tree@lookup": 2}

@@ -1,4 +1,4 @@
-"""The demo: the same prompts answered one token at a time and with a draft tree, compared and timed."""
+"""The demo: the same prompts answered one token at a time and with draft trees, compared and timed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 
 from ddtree.api import Model, Result, load
 from ddtree.columns import Columns, fits
 from ddtree.flips import Flip, first_flip
-from ddtree.policy.arms import Method
+from ddtree.policy.arms import AutoMethod
 from ddtree.target import Target
 
 PROMPTS = (
@@ -23,8 +24,8 @@ PROMPTS = (
     "Give me five short tips for learning a new language.",
     "What is the difference between a list and a tuple in Python?",
 )
-TITLES = ("one token at a time", "with a draft tree")
-METHODS: tuple[Method, Method] = ("off", "tree")
+TITLES = ("one token at a time", "with draft trees")
+METHODS: tuple[AutoMethod, AutoMethod] = ("off", "auto")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def run_demo(
     target: str = "demo",
     drafter: str = "auto",
     prompts: tuple[str, ...] = PROMPTS,
-    budget: int = 16,
+    budget: int | Literal["auto"] = "auto",
     max_tokens: int = 96,
     temperature: float = 0.0,
     seed: int = 0,
@@ -149,7 +150,7 @@ def _flip(model: Model, plain: Result, tree: Result, temperature: float) -> Flip
 
 
 def _same_in_float32(model: Model, prompts: list[str], options: dict[str, Any]) -> bool:
-    def tokens(prompt: str, method: Method) -> list[int]:
+    def tokens(prompt: str, method: AutoMethod) -> list[int]:
         return model.generate(_messages(model, prompt), method=method, **options).token_ids
 
     return all(tokens(prompt, METHODS[0]) == tokens(prompt, METHODS[1]) for prompt in prompts)
@@ -204,8 +205,13 @@ def _report(comparisons: list[Comparison], out: TextIO) -> None:
     for one in comparisons:
         if one.flip is not None:
             print(_explain(one.flip, one.prompt), file=out)
+    arms = sum((one.result.stats.arms for one in tree), start=Counter[str]())
+    print(
+        f"Forward passes by way of drafting: {', '.join(f'{n} {arm}' for arm, n in arms.most_common())}.",
+        file=out,
+    )
     speedup = _speed(tree) / _speed(plain)
-    print(f"The draft tree was {speedup:.2f} times as fast as one token at a time.", file=out, flush=True)
+    print(f"Drafting was {speedup:.2f} times as fast as one token at a time.", file=out, flush=True)
 
 
 def _row(row: str, name: str, plain: list[Timed], tree: list[Timed], verdict: str) -> str:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--cells", nargs="+", metavar="CELL",
                       help="off, chain, tree:N, tree:auto, auto, each also with @DRAFTER[+DRAFTER] and +uncoupled "
                       "(default: off, chain, a tree of each budget, auto)")  # fmt: skip
-    what.add_argument("--budgets", nargs="+", type=_budget, metavar="N",
+    what.add_argument("--budgets", nargs="+", type=options.budget, metavar="N",
                       help="trees where no cells are named (default: 8 16 32 64 128 auto)")  # fmt: skip
     what.add_argument("--baseline", action="append", default=[], metavar="NAME",
                       help="transformers' own generate beside them: hf, prompt-lookup or assisted; "
@@ -191,12 +191,3 @@ def _settle(args: argparse.Namespace) -> None:
 def _apart(raw: Path, markdown: Path | None) -> None:
     if markdown is not None and markdown.resolve() == raw.resolve():
         raise ConfigError(f"--markdown {markdown} is the file of raw figures: name another file")
-
-
-def _budget(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from error

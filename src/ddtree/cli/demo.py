@@ -1,15 +1,18 @@
-"""`ddtree demo`: the same prompts answered one token at a time and with a draft tree."""
+"""`ddtree demo`: the same prompts answered one token at a time and with draft trees."""
 
 from __future__ import annotations
 
 import argparse
+
+from ddtree.cli.options import budget
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="*", help="prompts (default: three of its own)")
     parser.add_argument("--target", default="demo", metavar="NAME", help="default: demo")
     parser.add_argument("--drafter", default="auto", metavar="NAME", help="default: auto")
-    parser.add_argument("--budget", type=int, default=16, metavar="N", help="default: 16")
+    parser.add_argument("--budget", type=budget, default="auto", metavar="N",
+                        help="default: auto, as many nodes as pay on this machine")  # fmt: skip
     parser.add_argument("-n", "--max-tokens", type=int, default=96, metavar="N", help="default: 96")
     parser.add_argument("-t", "--temperature", type=float, default=0.0, metavar="T", help="default: 0")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")

@@ -36,7 +36,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting (changes the time, never the text)")
     group.add_argument("--method", choices=("auto", "off", "chain", "tree"), default="auto",
                        help="default: auto, whichever is fastest")  # fmt: skip
-    group.add_argument("--budget", type=_budget, default="auto", metavar="N",
+    group.add_argument("--budget", type=budget, default="auto", metavar="N",
                        help="most drafted tokens checked in one forward pass, or auto: as many as pay on this machine "
                        "(default: auto)")  # fmt: skip
     group.add_argument("--depth", type=int, default=16, metavar="N",
@@ -159,7 +159,8 @@ def _biases(texts: list[str]) -> dict[str, float]:
     return biases
 
 
-def _budget(text: str) -> int | str:
+def budget(text: str) -> int | str:
+    """A number of nodes, or `auto`."""
     try:
         return "auto" if text == "auto" else int(text)
     except ValueError as error:

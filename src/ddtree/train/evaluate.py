@@ -23,11 +23,19 @@ from ddtree.tree import MAX_DEPTH, walk
 
 @dataclass
 class Acceptance:
-    """Figures of a replay: rounds, answer tokens they gave, and how often 0, 1, 2, ... drafted tokens were accepted."""
+    """Figures of a replay.
+
+    Attributes:
+        rounds: of all answers.
+        tokens: answer tokens they gave.
+        accepted: how often 0, 1, 2, ... drafted tokens were accepted.
+        each: rounds and tokens of each answer, in the order given; (0, 0) for one that gave no round.
+    """
 
     rounds: int = 0
     tokens: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
+    each: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def tau(self) -> float:
@@ -37,8 +45,9 @@ class Acceptance:
 
 @dataclass
 class _Row:
-    """An answer in replay; `at` is the position of the bonus token."""
+    """An answer in replay: the `place`-th; `at` is the position of the bonus token."""
 
+    place: int
     tokens: list[int]
     at: int
     example: Example
@@ -77,10 +86,11 @@ def replay(
     done = 0
     while True:
         while len(active) < rows and (example := next(waiting, None)) is not None:
+            result.each.append((0, 0))
             if len(example.tokens) - example.answer_start < 2:
                 continue
             own = noise(example) if noise else None
-            row = _Row(example.tokens.tolist(), example.answer_start, example, own)
+            row = _Row(len(result.each) - 1, example.tokens.tolist(), example.answer_start, example, own)
             drafter.add_row()
             _observe(drafter, len(active), row, row.at, dtype)
             active.append(row)
@@ -100,6 +110,8 @@ def replay(
             result.rounds += 1
             result.tokens += emitted
             result.accepted[accepted] += 1
+            rounds, tokens = result.each[row.place]
+            result.each[row.place] = rounds + 1, tokens + emitted
             if row.at + emitted == len(row.tokens) - 1:
                 drafter.drop_row(index)
                 drop_row(active, index)

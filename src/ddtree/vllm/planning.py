@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddtree.planning import Plan, Planner
-from ddtree.policy import OFF
 from ddtree.stats import PARTS, Clock
 from ddtree.vllm.reader import Reader
 from ddtree.vllm.trees import Nodes, Row
@@ -117,7 +116,7 @@ class Planning:
         made, self._round = self._round, None
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
-        self._count(made, readers, rows, verified)
+        self._count(readers, rows, verified)
         if made is not None:
             self._learn(made, rows, [reader.name for reader in readers], verified, elapsed)
         ready = {
@@ -141,7 +140,7 @@ class Planning:
         drafted = {}
         for row, reader in enumerate(asked):
             reader.fresh = False
-            reader.drafted = Nodes.of(plan.tree, row)
+            reader.drafted, reader.arm = Nodes.of(plan.tree, row), plan.choices[row].arm
             drafted[reader.name] = reader.drafted.tokens[1:]
         return drafted
 
@@ -185,15 +184,9 @@ class Planning:
         return costs.verify(max(nodes), len(rows), context) / (less + part * (more - less))
 
     def _count(
-        self,
-        made: _Round | None,
-        readers: Sequence[Reader],
-        rows: Sequence[Row],
-        verified: Mapping[str, Verified],
+        self, readers: Sequence[Reader], rows: Sequence[Row], verified: Mapping[str, Verified]
     ) -> None:
-        planned = {} if made is None else dict(zip(made.names, made.plan.choices, strict=True))
         for reader, row in zip(readers, rows, strict=True):
             found = verified.get(reader.name)
             if found is not None:
-                arm = planned[reader.name].arm if reader.name in planned else OFF
-                self.figures.count(len(row.nodes) - 1, len(found.path) - 1, str(arm))
+                self.figures.count(len(row.nodes) - 1, len(found.path) - 1, str(reader.arm))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddtree.planning import Planner, unmeasured
+from ddtree.policy import OFF
 from ddtree.sampling import Sampler
 from ddtree.vllm import requests
 from ddtree.vllm.settings import Settings
@@ -26,6 +27,7 @@ class Reader:
         request: how it is drafted for.
         seen: tokens whose features were told, or are known to be missing.
         drafted: the tree that the scheduler was sent last.
+        arm: how that tree was drafted.
         fresh: nothing was planned for it yet.
         ended: no token will be added.
 
@@ -52,6 +54,7 @@ class Reader:
         self.request = planner.request(method, budget, drafting.depth, None, not sampling.greedy)
         self.seen = 0
         self.drafted: Nodes | None = None
+        self.arm = OFF
         self.fresh = True
         self.ended = False
         self._stops = {params.eos_token_id, *(params.stop_token_ids or ())}
@@ -70,7 +73,7 @@ class Reader:
         """Take over the runner's record where it took tokens back."""
         if len(self.tokens) != state.num_tokens:
             self.tokens = [*state.prompt_token_ids, *state.output_token_ids]
-            self.drafted = None
+            self.drafted, self.arm = None, OFF
 
     def append(self, token: int) -> None:
         """Take a chosen token."""
