@@ -11,8 +11,8 @@ FULL, DFLASH, LOOKUP = Arm("tree", ("dflash", "lookup")), Arm("tree", ("dflash",
 SECONDS = {FULL: 0.034, DFLASH: 0.033, LOOKUP: 0.028, OFF: 0.023}
 
 
-def controller(arms=(FULL, DFLASH, LOOKUP, OFF)):
-    return Controller(arms, lambda arm, nodes: SECONDS[arm])
+def controller(arms=(FULL, DFLASH, LOOKUP, OFF), rows=1):
+    return Controller(arms, lambda arm, nodes: SECONDS[arm], rows)
 
 
 def play(control, rounds, tokens, slowness=None, seed=0):
@@ -57,6 +57,29 @@ def test_a_useless_drafter_is_left_within_50_rounds():
         assert OFF in played[:50]
         spent = sum(SECONDS[arm] for arm in played)
         assert 400 * SECONDS[OFF] / spent >= 0.95
+
+
+def test_under_several_rows_it_is_left_the_sooner():
+    """Each row of a round is evidence of its own."""
+    for seed in range(20):
+        played = play(controller((DFLASH, OFF), rows=4), 100, {DFLASH: 1.03}, seed=seed)
+        assert OFF in played[:14]
+        assert played[20:].count(DFLASH) <= 5
+
+
+def test_one_of_use_is_not_left_for_few_poor_rounds_of_several_rows():
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        control = controller((DFLASH, OFF), rows=4)
+        played = []
+        for _ in range(200):
+            played.append(control.choose())
+            drafts = played[-1] == DFLASH
+            tokens = 1 + float(random.poisson(0.65, 4).mean()) if drafts else 1.0  # pays by 15 %
+            control.learn(played[-1], Made(tokens, 8.0 * drafts), {})
+            control.time(played[-1], 1.0)
+        assert played.count(OFF) <= 20
+
 
 
 def test_no_more_than_the_bound_is_explored():

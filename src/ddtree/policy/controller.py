@@ -16,7 +16,7 @@ EXPLORATION = 0.03  # most rounds that go to another arm than the one in use
 _SAVED = 5.0  # explored rounds kept for when one of them gives hope
 _HOPE = 1.5  # times what was expected
 _MARGIN = 1.03  # least lead of an arm that is switched to
-_DWELL, _FIRST_DWELL = 8, 32  # rounds before a switch; before the first one to "off"
+_DWELL, _FIRST_DWELL = 8, 32  # rounds before a switch; before the first one to "off", over the rows in them
 _EVERY = 4  # rounds between two looks at the arms
 _LEVEL_MEMORY, _CAREER_MEMORY = (
     48.0,
@@ -64,7 +64,7 @@ class Figures:
         seen: rounds that the share is known from.
         last: the round that used it last.
         judged: the round in which its probabilities were last compared with what came.
-        told: its own rounds that count.
+        told: its own rounds that count, times their rows.
     """
 
     rounds: int = 0
@@ -154,16 +154,17 @@ class Controller:
     departs from the one of the long run is believed of another arm as far as the two have drafters in common.
 
     The arm in use is left only after 8 rounds, for one that is faster by 3 % and by more than luck may explain; for
-    "off" not within the first 32, unless earlier runs are recalled. At most 3 % of rounds go to another arm: to the
+    "off" not within the first 32, over the rows, unless earlier runs are recalled. At most 3 % of rounds go to another arm: to the
     full one, to keep level and shares true, or to "off" while its time is not known. A few of them are kept back, and
     follow at once on one that made far more than was expected.
 
     Args:
         arms: the full one first.
         seconds: predicted seconds of a round of an arm with so many nodes a row.
+        rows: in a round; each is evidence of its own.
     """
 
-    def __init__(self, arms: Sequence[Arm], seconds: Callable[[Arm, float], float]) -> None:
+    def __init__(self, arms: Sequence[Arm], seconds: Callable[[Arm, float], float], rows: int = 1) -> None:
         self.figures = {arm: Figures() for arm in arms}
         self.current = self._full = arms[0]
         self.level = self._career = 1.0
@@ -172,7 +173,8 @@ class Controller:
         self.switches: deque[Switch] = deque(maxlen=_SWITCHES)
         self._seconds = seconds
         self._since = 0
-        self._patience = _FIRST_DWELL
+        self._rows = rows
+        self._patience = max(_DWELL, _FIRST_DWELL // rows)
         self._allowance = 0.0
         self._hopeful = False
         self._levelled: int | None = None
@@ -223,7 +225,7 @@ class Controller:
         figures = self.figures[arm]
         figures.rounds += 1
         figures.last = self.rounds
-        figures.told = min(figures.told + 1, _TOLD_MEMORY)
+        figures.told = min(figures.told + self._rows, _TOLD_MEMORY)
         if arm == OFF:
             return
         if arm != self.current:

@@ -254,7 +254,7 @@ class Policy:
         key = (request, load)
         if key not in self._groups:
             arms = arms_for(request.method, request.members, self._free(request, rows, context))
-            self._groups[key] = _Group(self, request, arms)
+            self._groups[key] = _Group(self, request, arms, load)
             self._groups[key].controller.recall(
                 {
                     arm: known
@@ -333,7 +333,7 @@ _ROUND = ("draft", "build", "verify", "walk", "commit")
 class _Group:
     """Rows of one kind under one load: their controller, and how large a tree is worth drafting."""
 
-    def __init__(self, policy: Policy, request: Request, arms: Sequence[Arm]) -> None:
+    def __init__(self, policy: Policy, request: Request, arms: Sequence[Arm], load: int) -> None:
         self.rows, self.context = 1, 0.0
         self._fixed = None if request.budget == "auto" else request.budget
         self._cap = _FIRST_CAP
@@ -344,6 +344,7 @@ class _Group:
             lambda arm, nodes: policy.costs.round(
                 round(nodes), self.rows, self.context, arm.members, request.sampled
             ),
+            load,
         )
 
     def choose(self) -> Choice:
