@@ -46,7 +46,7 @@ FIXED = (
     "chain@dflash",
     *(f"tree:{budget}{own}" for own in ("@dflash", "@lookup", "") for budget in (1, 2, 4, 8, 16, 32)),
 )
-AUTO = ("tree:auto@dflash", "tree:auto@lookup", "auto")
+AUTO = ("tree:auto@dflash", "tree:auto@lookup", "tree:auto", "auto")
 OVERHEAD = 0.001  # seconds of a round outside drafting and verification
 
 
@@ -185,7 +185,7 @@ class Decoding:
             arms[str(arm)] += 1
         self.drafter.drop_row(0)
         tokens = len(whole) - start - 1
-        return {"tokens": tokens, "seconds": seconds, "rounds": rounds, "nodes": nodes, "arms": dict(arms)}
+        return {"tokens": tokens, "seconds": round(seconds, 6), "rounds": rounds, "nodes": nodes, "arms": dict(arms)}
 
     def _observe(self, example: Example, start: int, end: int) -> None:
         features = example.features[start:end].flatten(1).to(self.target.dtype)
@@ -214,11 +214,12 @@ def table(lines: list[dict[str, Any]]) -> None:
         for name in AUTO:
             if name not in speeds:
                 continue
-            _, at, drafter = name.partition("@")
+            drafters = name.partition("@")[2]
             rivals = [
                 other
                 for other in speeds
-                if other not in AUTO and (not at or other == "off" or other.endswith(at + drafter))
+                if other not in AUTO
+                and (name == "auto" or other == "off" or other.partition("@")[2] == drafters)
             ]
             best = [max(speeds[other][place] for other in rivals) for place in range(len(tasks) + 1)]
             ratios = [f"{mine / theirs:.3f}" for mine, theirs in zip(speeds[name], best, strict=True)]
