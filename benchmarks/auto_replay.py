@@ -185,7 +185,13 @@ class Decoding:
             arms[str(arm)] += 1
         self.drafter.drop_row(0)
         tokens = len(whole) - start - 1
-        return {"tokens": tokens, "seconds": round(seconds, 6), "rounds": rounds, "nodes": nodes, "arms": dict(arms)}
+        return {
+            "tokens": tokens,
+            "seconds": round(seconds, 6),
+            "rounds": rounds,
+            "nodes": nodes,
+            "arms": dict(arms),
+        }
 
     def _observe(self, example: Example, start: int, end: int) -> None:
         features = example.features[start:end].flatten(1).to(self.target.dtype)

@@ -45,12 +45,12 @@ class Engine:
         self.watch.watch(getattr(worker, "worker", worker).model_runner.model, "forward", "compute_logits")
         self._asked = 0
 
-    def answer(self, prompts: list[str], tokens: int) -> dict[str, Any]:
-        """Answers to prompts that are decoded together, greedily; figures of the steps after all had a token.
+    def answer(self, prompts: list[str], tokens: int, streams: int) -> dict[str, Any]:
+        """Answers, greedily, `streams` of them at a time; figures of the steps that decode so many and read no prompt.
 
         Returns:
-            `tokens` of each answer, and of the steps after the first tokens: `generated` tokens, `steps`, and seconds
-            in all (`seconds`), in the model (`model`) and in drafting (`draft`).
+            `tokens` of each answer, and of those steps: `generated` tokens, `steps`, and seconds in all (`seconds`), in
+            the model (`model`) and in drafting (`draft`).
         """
         from vllm import SamplingParams
 
@@ -58,17 +58,23 @@ class Engine:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         ids = [str(self._asked + place) for place in range(len(prompts))]
         self._asked += len(prompts)
-        for name, prompt in zip(ids, prompts, strict=True):
-            engine.add_request(name, prompt, params)
+        waiting = list(zip(ids, prompts, strict=True))
         counts: dict[str, list[int]] = {name: [] for name in ids}
+        running: set[str] = set()
         found: dict[str, Any] = {"steps": 0, "seconds": 0.0, "model": 0.0, "draft": 0.0, "generated": 0}
-        while engine.has_unfinished_requests():
-            running = all(counts.values())
+        while waiting or running:
+            while waiting and len(running) < streams:
+                name, prompt = waiting.pop(0)
+                engine.add_request(name, prompt, params)
+                running.add(name)
+            steady = len(running) == streams and all(counts[name] for name in running)
             before = sum(map(len, counts.values()))
             drafted, model, since = self._drafting(), self.watch.seconds, time.perf_counter()
             for output in engine.step():
                 counts[output.request_id] = list(output.outputs[0].token_ids)
-            if running:
+                if output.finished:
+                    running.remove(output.request_id)
+            if steady:
                 found["seconds"] += time.perf_counter() - since
                 found["model"] += self.watch.seconds - model
                 found["draft"] += self._drafting() - drafted

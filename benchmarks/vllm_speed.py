@@ -3,10 +3,11 @@
     .venv-vllm/bin/python benchmarks/vllm_speed.py --dtype float32 --turns 3
 
 Every way has an engine in a process of its own. All stay loaded, and one is asked at a time: in each turn every way
-answers the same prompts, in another order each turn, once for each number of streams. Prompts of a turn are decoded
-together; the rate is that from the step on in which all have a token. Texts are compared with plain vLLM's. In float32
-the exit code is 1 where one differs; in bfloat16, where vLLM itself rounds a near-tie in another way as the batch has
-another shape, the number of those that differ is shown.
+answers the same prompts, in another order each turn, once for each number of streams: twice as many prompts as streams,
+the next one when one is answered. Steps count that decode so many streams and read no prompt: with drafts some answers
+are done long before others, and the last ones alone say little of the load. Texts are compared with plain vLLM's. In
+float32 the exit code is 1 where one differs; in bfloat16, where vLLM itself rounds a near-tie in another way as the
+batch has another shape, the number of those that differ is shown.
 
 Of a step, `model` is the time in the target's forward pass and head, `draft` that in our drafters, and `other` what is
 left: the engine's own work, and ours. Our share is `other` less that of plain vLLM.
@@ -31,6 +32,7 @@ from ddtree.demo import resolve
 from ddtree.pretrained import read_tokenizer
 
 PLAIN = next(iter(WAYS))
+EACH = 2  # prompts of a turn, for each stream
 
 
 class Child:
@@ -123,14 +125,14 @@ def run(children: dict[str, Child], args: argparse.Namespace, model: str) -> lis
     """The figures of every answer: turn, streams, way."""
     found, skip = [], 0
     for child in children.values():
-        child.ask({"prompts": chats(model, 1, 0), "tokens": 16})
+        child.ask({"prompts": chats(model, 1, 0), "tokens": 16, "streams": 1})
     for turn in range(args.turns):
         for streams in args.streams:
-            texts = chats(model, streams, skip)
-            skip += streams
+            texts = chats(model, EACH * streams, skip)
+            skip += EACH * streams
             order = list(children)
             for way in order[turn % len(order) :] + order[: turn % len(order)]:
-                figures = children[way].ask({"prompts": texts, "tokens": args.tokens})
+                figures = children[way].ask({"prompts": texts, "tokens": args.tokens, "streams": streams})
                 found.append({"turn": turn, "streams": streams, "way": way, **figures})
                 print(f"turn {turn}, {streams} streams, {way}", file=sys.stderr)
     return found

@@ -13,7 +13,7 @@ from ddtree.errors import CheckpointError, ConfigError
 from ddtree.noise import Noise
 from ddtree.stats import Clock
 
-WEIGHT = 6.0
+WEIGHT, WEIGHT_ALONE = 6.0, 2.0
 
 
 def text(length, vocab=5, seed=0):
@@ -46,10 +46,10 @@ def table_of(tmp_path, sequences, **arguments):
 
 def mixed(own, sequences, context, order=5):
     """Probabilities after a context by the back-off rule, counted from the start."""
-    found = []
+    found, mine = [], WEIGHT if sequences else WEIGHT_ALONE
     for k in range(1, min(order, len(context)) + 1):
         counts, own_seen, table_seen = {}, set(), set()
-        for sequence, weight in [(own, WEIGHT), *((s, 1.0) for s in sequences)]:
+        for sequence, weight in [(own, mine), *((s, 1.0) for s in sequences)]:
             for at in range(k, len(sequence)):
                 if sequence[at - k : at] == context[-k:]:
                     counts[sequence[at]] = counts.get(sequence[at], 0.0) + weight
@@ -121,7 +121,7 @@ def test_a_copied_span_is_drafted_to_the_depth_limit(chain):
         tree = draft(drafter, row([*span, 1, 2, *span[:4]], budget=16, depth=depth, chain=chain))
         path = tuple(span[4 : 4 + depth])
         assert path in scored(tree)
-        assert scored(tree)[path] > depth * math.log(0.97)
+        assert scored(tree)[path] > depth * math.log(0.8)
 
 
 def test_of_equal_counts_the_newest_comes_first():
@@ -308,6 +308,6 @@ def test_nodes_below_the_floor_are_not_drafted():
     tokens = text(60)
     drafter = Lookup()
     whole = draft(drafter, row(tokens, 40)).logprobs[0].tolist()
-    floor = sorted(whole)[len(whole) // 2]
+    floor = sum(sorted(set(whole))[len(set(whole)) // 2 :][:2]) / 2
     cut = draft(drafter, row(tokens, 40, floor=floor)).logprobs[0].tolist()
     assert 1 < len(cut) < len(whole) and cut == [score for score in whole if score >= floor]

@@ -225,7 +225,7 @@ def test_arms_of_a_fixed_budget_are_foretold_with_all_of_it(model, prompts, gree
 
 def test_a_drafter_that_costs_next_to_nothing_drafts_in_every_tree(model, prompts, greedy):
     for cost, arms in (
-        (0.0001, ["tree@scripted+lookup", "tree@lookup", "chain@scripted", "chain@lookup", "off"]),
+        (0.0001, ["tree@scripted+lookup", "tree@lookup", "chain@scripted", "chain@lookup"]),
         (
             0.002,
             ["tree@scripted+lookup", "tree@scripted", "tree@lookup", "chain@scripted", "chain@lookup", "off"],

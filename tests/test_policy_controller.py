@@ -38,6 +38,23 @@ def test_arms_of_a_request():
     assert arms_for("auto", []) == arms_for("off", ["a"]) == [OFF]
 
 
+def test_a_free_drafter_with_a_budget_to_be_found_needs_no_arm_that_is_off():
+    assert [str(arm) for arm in arms_for("auto", ["a"], ["a"])] == ["tree@a", "chain@a"]
+    assert [str(arm) for arm in arms_for("tree", ["a"], ["a"])] == ["tree@a"]
+    assert OFF not in arms_for("auto", ["net", "a"], ["a"])
+    assert OFF in arms_for("tree", ["net", "a"], ["a"]) and OFF in arms_for("auto", ["a"], ["a"], 8)
+
+
+def test_probabilities_count_for_what_came_true_of_them_and_are_trusted_again_in_time():
+    figures = Figures()
+    for now in range(1, 101):
+        figures.worth(Made(1.0, 4.0, 1.5), now)
+    assert figures.truth < 0.1
+    for now in range(101, 801):
+        figures.worth(Made(1.0, 0.0, 1.0), now)
+    assert figures.truth > 0.8
+
+
 @pytest.mark.parametrize(
     ("tokens", "best"),
     [
@@ -79,7 +96,6 @@ def test_one_of_use_is_not_left_for_few_poor_rounds_of_several_rows():
             control.learn(played[-1], Made(tokens, 8.0 * drafts), {})
             control.time(played[-1], 1.0)
         assert played.count(OFF) <= 20
-
 
 
 def test_no_more_than_the_bound_is_explored():

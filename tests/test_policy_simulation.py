@@ -19,7 +19,9 @@ CPU = (6.0, {1: 22.0, 2: 24.0, 5: 25.0, 9: 28.0, 17: 33.0, 33: 44.0, 65: 64.0, 1
 # Cores without bfloat16 arithmetic: every node costs.
 DEAR = (6.0, {1: 57.0, 2: 66.0, 3: 93.0, 5: 136.0, 9: 208.0, 17: 366.0})
 CURVES = {"A800 at 1k": A800_1K, "A800 at 8k": A800_8K, "H200": H200, "CPU": CPU}
-ALL = {**CURVES, "dear": DEAR}
+# The same with a drafter that costs nothing.
+FREE = {f"{name}, free": (0.01, verify) for name, (_, verify) in {"CPU": CPU, "dear": DEAR}.items()}
+ALL = {**CURVES, **FREE, "dear": DEAR}
 # How sharp the drafter is, and how its probabilities must be raised to a power to be true: 1 is calibrated.
 PROFILES = {
     "strong": (4.0, 1.0),
@@ -27,6 +29,7 @@ PROFILES = {
     "weak": (1.0, 1.0),
     "boastful": (2.5, 0.6),
     "shy": (1.2, 1.8),
+    "braggart": (3.0, 0.35),
 }
 ROUNDS, WARM_UP = 260, 40
 BUDGETS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -81,9 +84,9 @@ def seconds(curve, nodes):
     ) / 1000
 
 
-def fixed(curve, profile, budget):
+def fixed(curve, profile, budget, warm_up=WARM_UP):
     """Expected tokens per second of a fixed budget."""
-    expected = [tokens[budget] for _, _, tokens in rounds(profile)[WARM_UP:]]
+    expected = [tokens[budget] for _, _, tokens in rounds(profile)[warm_up:]]
     return float(np.mean(expected) / seconds(curve, budget))
 
 
@@ -122,6 +125,14 @@ def test_throughput_is_98_percent_of_the_best_fixed_budgets(curve, profile):
     best = max(fixed(curve, profile, budget) for budget in BUDGETS)
     plain = fixed(curve, profile, 0)
     assert chosen(curve, profile) >= 0.98 * (best if best > 1.1 * plain else plain)
+
+
+@pytest.mark.parametrize("curve", FREE)
+@pytest.mark.parametrize("profile", ["braggart", "boastful", "shy"])
+def test_a_free_drafter_is_used_well_from_the_first_round_on(curve, profile):
+    """One that promises more than it keeps, or less, and of which nothing is known."""
+    best = max(fixed(curve, profile, budget, warm_up=0) for budget in BUDGETS)
+    assert chosen(curve, profile, warm_up=0) >= 0.98 * best
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from ddtree.stats import Clock
 from ddtree.tree import MAX_DEPTH, DraftTree
 
 _MEAN_GUMBEL = 0.5772
+_WEIGHT, _WEIGHT_ALONE = 6.0, 2.0
 
 
 class Lookup:
@@ -29,7 +30,8 @@ class Lookup:
         table: counts of other texts, such as the target's own answers; None uses the row's text alone.
         vocab_size: the target's; a table with higher ids is refused.
         order: longest context, 1..8.
-        weight: how much one sight in the row's own text counts against one in the table.
+        weight: how much one sight in the row's own text counts: against one in the table, by default 6; without a
+            table against the doubt whether it comes again, by default 2, where held-out answers are likeliest.
         coupling: (beta, kappa) of noise-coupled drafting; the table's own by default. (0, 1) drafts without looking
             at the noise, as is done without a table: a text alone knows too few tokens to rank.
         device: where the trees are wanted.
@@ -49,12 +51,14 @@ class Lookup:
         *,
         vocab_size: int | None = None,
         order: int = 5,
-        weight: float = 6.0,
+        weight: float | None = None,
         coupling: tuple[float, float] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if not 1 <= order <= MAX_ORDER:
             raise ConfigError(f"order={order} is outside 1..{MAX_ORDER}: give a whole number in that range")
+        if weight is None:
+            weight = _WEIGHT_ALONE if table is None else _WEIGHT
         if not 0 < weight < math.inf:
             raise ConfigError(f"weight={weight} is not a positive finite number")
         if table is not None and vocab_size is not None and table.vocab_size > vocab_size:

@@ -32,22 +32,31 @@ UNMEASURED_BUDGET = 16
 """Nodes where budgets are to be found, and nothing was measured to find them by."""
 
 
-def arms_for(method: AutoMethod, members: Sequence[str], free: Collection[str] = ()) -> list[Arm]:
+def arms_for(
+    method: AutoMethod, members: Sequence[str], free: Collection[str] = (), budget: AutoBudget = "auto"
+) -> list[Arm]:
     """The arms of a request, the full one first: every drafter.
 
-    A request that fixes its method still has "off": a budget of none. A chain is one drafter's, and so there is no
-    chain of several.
+    A request that fixes its method still has "off": a budget of none. With drafters that cost next to nothing it is
+    left out, where the budget is to be found: their trees are of no nodes wherever none pays, and go on telling which
+    do. A chain is one drafter's, and so there is no chain of several.
 
     Args:
         method: as the request asks.
         members: the drafters that may draft for it; several have an arm each beside the one of all.
         free: drafters that cost next to nothing, and so draft in every tree.
+        budget: as the request asks.
     """
     own = tuple(members)
     if method == "off" or not own:
         return [OFF]
     if method != "auto":
-        return [Arm(method, own), OFF]
+        return _with_off([Arm(method, own)], free, budget)
     trees = [Arm("tree", tuple(name for name in own if name == asked or name in free)) for asked in own]
     chains = [Arm("chain", (name,)) for name in own]
-    return list(dict.fromkeys([Arm("tree", own), *trees, *chains, OFF]))
+    return _with_off(list(dict.fromkeys([Arm("tree", own), *trees, *chains])), free, budget)
+
+
+def _with_off(arms: list[Arm], free: Collection[str], budget: AutoBudget) -> list[Arm]:
+    spare = budget == "auto" and any(set(free).issuperset(arm.members) for arm in arms)
+    return arms if spare else [*arms, OFF]

@@ -30,6 +30,7 @@ _TRUTH_MEMORY, _TRUTH_DOUBT = (
     128.0,
     4.0,
 )  # rounds; those that probabilities are taken to have come true at first
+_TRUTH_LEAST = 2.0  # accepted tokens that probabilities are taken to have come true for
 _TOLD_MEMORY = 512.0
 _TIMES, _TIMES_DOUBT = 25, 4.0  # rounds that an arm's slowness is the median of; those it is doubted against
 _HARDLY, _UNHEARD = 4, 1024  # times too few to know "off" by; rounds after which it is tried again
@@ -123,6 +124,11 @@ class Figures:
         truth = (self._hits + doubt) / (self._hoped + doubt) if self._hoped + doubt > 0 else 1.0
         return 1 + hoped * truth
 
+    @property
+    def truth(self) -> float:
+        """Accepted tokens over those that its probabilities promised, lately; 1 again after long silence."""
+        return (self._hits + _TRUTH_LEAST) / (self._hoped + _TRUTH_LEAST)
+
     def time(self, ratio: float) -> None:
         """Measured over predicted seconds of a round; the median of the last ones counts, so bursts do not."""
         self._ratios.append(ratio)
@@ -154,9 +160,9 @@ class Controller:
     departs from the one of the long run is believed of another arm as far as the two have drafters in common.
 
     The arm in use is left only after 8 rounds, for one that is faster by 3 % and by more than luck may explain; for
-    "off" not within the first 32, over the rows, unless earlier runs are recalled. At most 3 % of rounds go to another arm: to the
-    full one, to keep level and shares true, or to "off" while its time is not known. A few of them are kept back, and
-    follow at once on one that made far more than was expected.
+    "off" not within the first 32, over the rows, unless earlier runs are recalled. At most 3 % of rounds go to another
+    arm: to the full one, to keep level and shares true, or to "off" while its time is not known. A few of them are kept
+    back, and follow at once on one that made far more than was expected.
 
     Args:
         arms: the full one first.

@@ -135,7 +135,8 @@ class Policy:
         if not open_rows:
             now.expected = (1 + probabilities.sum(axis=1)).tolist()
             return tree
-        expected = gains(probabilities)
+        # By what came true lately: the counts behind the probabilities follow a change of text slowly.
+        expected = gains(np.stack([now.truth(row) * own for row, own in enumerate(probabilities)]))
         # What has a fixed budget is verified whatever the others do.
         least = max((size for row, size in enumerate(tree.sizes) if row not in open_rows), default=1) - 1
         seconds = self.costs.rounds(widest - 1, len(tree.sizes), now.context, names, now.sampled)
@@ -225,8 +226,9 @@ class Policy:
                 known.learn(own.logprobs, own.depths, own.accepted)
             seconds = self.costs.rounds(widest, len(rows), now.context, arm.members, now.sampled)
             expected = gains(probabilities)
+            believed = gains(controller.figures[arm].truth * probabilities)
             fixed = now.requests[rows[0]].budget != "auto"
-            width = widest if fixed else best_width(expected, seconds, now.rate())
+            width = widest if fixed else best_width(believed, seconds, now.rate())
             made = sum(1 + int(own.accepted[:width].sum()) for own in outcomes) / len(rows)
             nodes = sum(min(width, len(own.depths)) for own in outcomes) / len(rows)
             foretold[arm] = Made(made, nodes, float(expected[width]) / len(rows))
@@ -253,7 +255,8 @@ class Policy:
     def _group(self, request: Request, load: int, rows: int, context: float) -> _Group:
         key = (request, load)
         if key not in self._groups:
-            arms = arms_for(request.method, request.members, self._free(request, rows, context))
+            free = self._free(request, rows, context)
+            arms = arms_for(request.method, request.members, free, request.budget)
             self._groups[key] = _Group(self, request, arms, load)
             self._groups[key].controller.recall(
                 {
@@ -383,6 +386,11 @@ class _Round:
     @property
     def sampled(self) -> bool:
         return any(request.sampled for request in self.requests)
+
+    def truth(self, row: int) -> float:
+        """How far the probabilities of a row's arm have come true lately."""
+        group = self.groups.get(self.requests[row])
+        return 1.0 if group is None else group.controller.figures[self.choices[row].arm].truth
 
     def rate(self) -> float | None:
         """Tokens per second of all rows at the going rates; None while one of them is unknown."""
