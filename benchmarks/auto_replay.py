@@ -29,7 +29,7 @@ from acceptance import examples_of
 from ddtree.bench import cells
 from ddtree.bench.prompts import read
 from ddtree.demo import demo_drafter
-from ddtree.drafters import Drafter
+from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import load_drafter
 from ddtree.planning import Planner
 from ddtree.policy import Policy, Request, memory
@@ -59,6 +59,7 @@ def main() -> None:
     step.add_argument("--answers", type=Path, required=True)
     step.add_argument("--prompts", type=Path, required=True, help="those that were answered")
     step.add_argument("--per-task", type=int, required=True, help="as for the answers")
+    step.add_argument("--drafter", default="demo", help="demo, or lookup: of which nothing is known")
     step.add_argument("--costs", type=Path, nargs="+", required=True, help="raw figures of ddtree bench")
     step.add_argument("--dtype", help="of target and drafter; default: the checkpoint's own")
     step.add_argument("--cells", nargs="+", default=[*FIXED, *AUTO])
@@ -71,19 +72,25 @@ def main() -> None:
         table([json.loads(line) for line in args.file.read_text().splitlines()])
         return
     target = Target(*load_causal_lm("demo", "cpu", args.dtype))
-    drafter = load_drafter("demo", target)
+    drafter = load_drafter(args.drafter, target)
     assert drafter is not None
+    members = [part.name for part in parts_of(drafter)]
     prompts = read([str(args.prompts)], per_task=args.per_task)
     sets = examples_of(args.answers, target, drafter.feature_layers, len(prompts))
     with args.out.open("a") as out:
         for costs in map(Costs, args.costs):
             for temperature in args.temperatures:
                 for name in args.cells:
-                    decoding = Decoding(cells.parse(name, costs.drafters), target, drafter, costs)
+                    decoding = Decoding(cells.parse(name, members), target, drafter, costs)
                     for place, example in sets[temperature]:
                         prompt = prompts[place % len(prompts)]
                         line = decoding(example, SamplingParams(temperature=temperature, seed=place))
-                        about = {"costs": costs.name, "temperature": temperature, "cell": name}
+                        about = {
+                            "costs": costs.name,
+                            "drafter": args.drafter,
+                            "temperature": temperature,
+                            "cell": name,
+                        }
                         out.write(json.dumps({**about, "task": prompt.task, "id": prompt.id, **line}) + "\n")
                     out.flush()
                     print(costs.name, temperature, name, flush=True)
@@ -103,10 +110,6 @@ class Costs:
             if line["kind"] == "run" and name and "+" not in name and method.startswith("tree:"):
                 taken[name].append((line["seconds"]["draft"] + line["seconds"]["build"]) / line["rounds"])
         self._draft = {name: statistics.median(own) for name, own in taken.items()}
-
-    @property
-    def drafters(self) -> list[str]:
-        return list(self._draft)
 
     def verify(self, width: int) -> float:
         return float(np.interp(width, self._widths, self._seconds))
@@ -153,7 +156,8 @@ class Decoding:
     def __init__(self, cell: cells.Cell, target: Target, drafter: Drafter, costs: Costs) -> None:
         self.cell, self.target, self.drafter, self.costs = cell, target, drafter, costs
         self.planner = Planner(target, drafter, Clock())
-        self.planner.policy = Policy(costs.model(), memory.load(demo_drafter() / memory.FILE))
+        known = memory.load(demo_drafter() / memory.FILE) if drafter.feature_layers else {}
+        self.planner.policy = Policy(costs.model(), known)
 
     def __call__(self, example: Example, params: SamplingParams) -> dict[str, Any]:
         """Decode an answer anew: its rounds and the seconds that they take."""
@@ -194,21 +198,27 @@ class Decoding:
         }
 
     def _observe(self, example: Example, start: int, end: int) -> None:
-        features = example.features[start:end].flatten(1).to(self.target.dtype)
+        features = None
+        if self.drafter.feature_layers:
+            features = example.features[start:end].flatten(1).to(self.target.dtype)
         self.drafter.observe(0, example.tokens[start:end].tolist(), features)
 
 
 def table(lines: list[dict[str, Any]]) -> None:
     """Markdown: each automatic choice against the best fixed one of its drafters, by task."""
-    for costs, temperature in dict.fromkeys((line["costs"], line["temperature"]) for line in lines):
-        own = [line for line in lines if (line["costs"], line["temperature"]) == (costs, temperature)]
+    groups = [(line["costs"], line["drafter"], line["temperature"]) for line in lines]
+    for costs, drafter, temperature in dict.fromkeys(groups):
+        own = [
+            line for line, group in zip(lines, groups, strict=True) if group == (costs, drafter, temperature)
+        ]
         tasks = list(dict.fromkeys(line["task"] for line in own))
         speeds: dict[str, list[float]] = {}
         for name in dict.fromkeys(line["cell"] for line in own):
             mine = [line for line in own if line["cell"] == name]
             speeds[name] = [_speed([line for line in mine if line["task"] == task]) for task in tasks]
             speeds[name].append(_speed(mine))
-        print(f"\n{costs}, T={temperature:g}: {len(own) // len(speeds)} answers, speed over plain decoding\n")
+        count = len(own) // len(speeds)
+        print(f"\n{costs}, drafter {drafter}, T={temperature:g}: {count} answers, speed over plain decoding\n")
         print("| way | " + " | ".join([*tasks, "all"]) + " |")
         print("| --- " + "| --: " * (len(tasks) + 1) + "|")
         for name, row in speeds.items():
