@@ -9,14 +9,14 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import torch
 
 from ddtree.api import Model, Result, load
 from ddtree.columns import Columns, fits
 from ddtree.flips import Flip, first_flip
-from ddtree.policy.arms import AutoMethod
+from ddtree.policy.arms import AutoBudget, AutoMethod
 from ddtree.target import Target
 
 PROMPTS = (
@@ -59,7 +59,7 @@ def run_demo(
     target: str = "demo",
     drafter: str = "auto",
     prompts: tuple[str, ...] = PROMPTS,
-    budget: int | Literal["auto"] = "auto",
+    budget: AutoBudget = "auto",
     max_tokens: int = 96,
     temperature: float = 0.0,
     seed: int = 0,
