@@ -218,7 +218,9 @@ def table(lines: list[dict[str, Any]]) -> None:
             speeds[name] = [_speed([line for line in mine if line["task"] == task]) for task in tasks]
             speeds[name].append(_speed(mine))
         count = len(own) // len(speeds)
-        print(f"\n{costs}, drafter {drafter}, T={temperature:g}: {count} answers, speed over plain decoding\n")
+        print(
+            f"\n{costs}, drafter {drafter}, T={temperature:g}: {count} answers, speed over plain decoding\n"
+        )
         print("| way | " + " | ".join([*tasks, "all"]) + " |")
         print("| --- " + "| --: " * (len(tasks) + 1) + "|")
         for name, row in speeds.items():
