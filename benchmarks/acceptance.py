@@ -206,7 +206,7 @@ def table(cells: list[dict[str, Any]]) -> None:
         for name, merged in dict.fromkeys((c["drafter"], c["merged"]) for c in own):
             found = {c["budget"]: c for c in own if (c["drafter"], c["merged"]) == (name, merged)}
             row = [f"{found[b]['tau']:.2f}" if b in found else "" for b in budgets]
-            time = f"{found[16]['draft_ms']:.1f}" if 16 in found else ""
+            time = f"{found[16]['draft_ms']:.1f}" if "draft_ms" in found.get(16, {}) else ""
             print(f"| {name}{' + n-grams' if merged else ''} | " + " | ".join(row) + f" | {time} |")
 
 

@@ -114,7 +114,7 @@ def test_half_precision_is_checked_for_near_ties(bench, tmp_path):
         (("--baseline", "assisted"), "needs a draft model"),
         (("--baseline", "vllm"), "unknown baseline 'vllm'"),
         (("--prompts", "nowhere"), "neither a file nor one of the sets"),
-        (("--budgets", "x"), "'x' is neither a number nor auto"),
+        (("--budgets", "x"), "'x' is neither a whole number nor auto"),
         (("--budgets", "0"), "a tree's budget"),
         (("--temperatures", "-1"), "--temperatures -1 is not a number from 0 up"),
         (("--temperatures", "1e30"), "temperature"),
