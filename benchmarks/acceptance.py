@@ -213,8 +213,10 @@ def table(cells: list[dict[str, Any]]) -> None:
 def gains(cells: list[dict[str, Any]], base: str = "demo/dflash", budget: int = 16) -> None:
     """Each drafter's tokens a round over the base's, with an interval of 95 % over the answers (bootstrap).
 
-    Also for the thirds of the answers that both draft worst, middling and best.
+    Also for the thirds of the answers that both draft worst, middling and best. Cells without figures of each answer
+    are passed over.
     """
+    cells = [c for c in cells if "each" in c]
     for group in dict.fromkeys((c["answers"], c["temperature"], c["coupled"]) for c in cells):
         own = {
             c["drafter"]: np.array(c["each"], dtype=float)

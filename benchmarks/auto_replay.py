@@ -39,7 +39,8 @@ from ddtree.sampling import Sampler, SamplingParams
 from ddtree.stats import Clock
 from ddtree.target import Target
 from ddtree.train.data import Example
-from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
+from ddtree.train.evaluate import Follow, show
+from ddtree.tree import MAX_BUDGET, MAX_DEPTH, walk
 
 FIXED = (
     "off",
@@ -138,17 +139,6 @@ class Reading:
     def left(self) -> int:
         return len(self.whole) - len(self.tokens)
 
-    def follow(self, tree: DraftTree) -> list[int]:
-        """The path that verification would accept."""
-        at = len(self.tokens)
-
-        def choose(_rows: list[int], _nodes: list[int]) -> list[int]:
-            nonlocal at
-            at += 1
-            return [self.whole[at - 1] if at <= len(self.whole) else -1]
-
-        return walk(tree, choose)[0]
-
 
 class Decoding:
     """One way of decoding, that goes from answer to answer and learns."""
@@ -168,14 +158,14 @@ class Decoding:
         text = Reading(whole, whole[: start + 1], request, sampler)
         seconds, rounds, nodes, arms = 0.0, 0, 0, Counter[str]()
         self.drafter.add_row()
-        self._observe(example, 0, start)
+        show(self.drafter, 0, example, slice(start), self.target.dtype)
         while text.left:
             drafting, known = text.left > 1, len(text.tokens)
             plan = self.planner.plan([text], MAX_BUDGET)
-            path, arm = text.follow(plan.tree), plan.choices[0].arm
+            path, arm = walk(plan.tree, Follow([whole], [known - 1]))[0], plan.choices[0].arm
             made = whole[known : known + len(path)]
             text.tokens, text.fresh = text.tokens + made, False
-            self._observe(example, known - 1, len(text.tokens) - 1)
+            show(self.drafter, 0, example, slice(known - 1, len(text.tokens) - 1), self.target.dtype)
             parts = {
                 "draft": self.costs.draft(arm.members) if drafting else 0.0,
                 "build": 0.0,
@@ -196,12 +186,6 @@ class Decoding:
             "nodes": nodes,
             "arms": dict(arms),
         }
-
-    def _observe(self, example: Example, start: int, end: int) -> None:
-        features = None
-        if self.drafter.feature_layers:
-            features = example.features[start:end].flatten(1).to(self.target.dtype)
-        self.drafter.observe(0, example.tokens[start:end].tolist(), features)
 
 
 def table(lines: list[dict[str, Any]]) -> None:

@@ -38,7 +38,7 @@ class Asked:
 
 
 def reader(row):
-    return SimpleNamespace(name=str(row), drafts=True, ended=False, arm=OFF)
+    return SimpleNamespace(name=str(row), drafts=True, ended=False, drafted=None, arm=OFF)
 
 
 def test_uneven_trees_are_told_as_if_padded_by_what_passes_were_found_to_take():

@@ -51,12 +51,10 @@ def arms_for(
     if method == "off" or not own:
         return [OFF]
     if method != "auto":
-        return _with_off([Arm(method, own)], free, budget)
-    trees = [Arm("tree", tuple(name for name in own if name == asked or name in free)) for asked in own]
-    chains = [Arm("chain", (name,)) for name in own]
-    return _with_off(list(dict.fromkeys([Arm("tree", own), *trees, *chains])), free, budget)
-
-
-def _with_off(arms: list[Arm], free: Collection[str], budget: AutoBudget) -> list[Arm]:
+        arms = [Arm(method, own)]
+    else:
+        trees = [Arm("tree", tuple(name for name in own if name == asked or name in free)) for asked in own]
+        chains = [Arm("chain", (name,)) for name in own]
+        arms = list(dict.fromkeys([Arm("tree", own), *trees, *chains]))
     spare = budget == "auto" and any(set(free).issuperset(arm.members) for arm in arms)
     return arms if spare else [*arms, OFF]

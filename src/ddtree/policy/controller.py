@@ -120,14 +120,17 @@ class Figures:
         keep, hoped = math.exp((self.judged - now) / _TRUTH_MEMORY), made.expected - 1
         self.judged = now
         self._hits, self._hoped = self._hits * keep + made.tokens - 1, self._hoped * keep + hoped
-        doubt = _TRUTH_DOUBT * hoped
-        truth = (self._hits + doubt) / (self._hoped + doubt) if self._hoped + doubt > 0 else 1.0
-        return 1 + hoped * truth
+        return 1 + hoped * self._came_true(_TRUTH_DOUBT * hoped)
 
     @property
     def truth(self) -> float:
         """Accepted tokens over those that its probabilities promised, lately; 1 again after long silence."""
-        return (self._hits + _TRUTH_LEAST) / (self._hoped + _TRUTH_LEAST)
+        return self._came_true(_TRUTH_LEAST)
+
+    def _came_true(self, doubt: float) -> float:
+        """Accepted over promised tokens lately, as if `doubt` more had come as promised."""
+        promised = self._hoped + doubt
+        return (self._hits + doubt) / promised if promised > 0 else 1.0
 
     def time(self, ratio: float) -> None:
         """Measured over predicted seconds of a round; the median of the last ones counts, so bursts do not."""

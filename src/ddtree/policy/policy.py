@@ -136,7 +136,8 @@ class Policy:
             now.expected = (1 + probabilities.sum(axis=1)).tolist()
             return tree
         # By what came true lately: the counts behind the probabilities follow a change of text slowly.
-        expected = gains(np.stack([now.truth(row) * own for row, own in enumerate(probabilities)]))
+        truths = np.array([now.truth(row) for row in range(len(now.requests))])
+        expected = gains(truths[:, None] * probabilities)
         # What has a fixed budget is verified whatever the others do.
         least = max((size for row, size in enumerate(tree.sizes) if row not in open_rows), default=1) - 1
         seconds = self.costs.rounds(widest - 1, len(tree.sizes), now.context, names, now.sampled)
@@ -224,11 +225,12 @@ class Policy:
             for own, line in zip(outcomes, probabilities, strict=True):
                 line[: len(own.depths)] = known.calibrated(own.logprobs, own.depths)
                 known.learn(own.logprobs, own.depths, own.accepted)
-            seconds = self.costs.rounds(widest, len(rows), now.context, arm.members, now.sampled)
             expected = gains(probabilities)
-            believed = gains(controller.figures[arm].truth * probabilities)
-            fixed = now.requests[rows[0]].budget != "auto"
-            width = widest if fixed else best_width(believed, seconds, now.rate())
+            width = widest
+            if now.requests[rows[0]].budget == "auto":
+                seconds = self.costs.rounds(widest, len(rows), now.context, arm.members, now.sampled)
+                believed = gains(controller.figures[arm].truth * probabilities)
+                width = best_width(believed, seconds, now.rate())
             made = sum(1 + int(own.accepted[:width].sum()) for own in outcomes) / len(rows)
             nodes = sum(min(width, len(own.depths)) for own in outcomes) / len(rows)
             foretold[arm] = Made(made, nodes, float(expected[width]) / len(rows))

@@ -8,7 +8,7 @@ decoded, since the target's choice does not depend on the draft.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,7 +92,7 @@ def replay(
             own = noise(example) if noise else None
             row = _Row(len(result.each) - 1, example.tokens.tolist(), example.answer_start, example, own)
             drafter.add_row()
-            _observe(drafter, len(active), row, row.at, dtype)
+            show(drafter, len(active), example, slice(row.at), dtype)
             active.append(row)
         if not active:
             return result
@@ -103,7 +103,7 @@ def replay(
         ]
         with clock("draft"):
             tree = drafter.draft(requests, clock)
-        paths = walk(tree, _Follow(active))
+        paths = walk(tree, Follow([row.tokens for row in active], [row.at for row in active]))
         for index in reversed(range(len(active))):
             row, accepted = active[index], len(paths[index]) - 1
             emitted = min(accepted + 1, len(row.tokens) - 1 - row.at)
@@ -120,27 +120,31 @@ def replay(
                     report(done)
             else:
                 row.at += emitted
-                _observe(drafter, index, row, emitted, dtype)
+                show(drafter, index, row.example, slice(row.at - emitted, row.at), dtype)
 
 
-class _Follow:
-    """The walk's choice at a node: the answer's next token, or one that no child has when the answer is over."""
+class Follow:
+    """The walk's choice at a node: the answer's next token, or one that no child has when the answer is over.
 
-    def __init__(self, rows: list[_Row]) -> None:
-        self._rows = rows
-        self._at = [row.at for row in rows]
+    Args:
+        answers: whole texts, one of each row.
+        at: position of each row's bonus token.
+    """
+
+    def __init__(self, answers: Sequence[list[int]], at: Iterable[int]) -> None:
+        self._answers = answers
+        self._at = list(at)
 
     def __call__(self, rows: list[int], nodes: list[int]) -> list[int]:
         chosen = []
         for row in rows:
             self._at[row] += 1
-            tokens = self._rows[row].tokens
+            tokens = self._answers[row]
             chosen.append(tokens[self._at[row]] if self._at[row] < len(tokens) else -1)
         return chosen
 
 
-def _observe(drafter: Drafter, index: int, row: _Row, count: int, dtype: torch.dtype) -> None:
-    """Show the drafter the last `count` tokens before the bonus token."""
-    part = slice(row.at - count, row.at)
-    features = row.example.features[part].flatten(1).to(dtype) if drafter.feature_layers else None
-    drafter.observe(index, row.tokens[part], features)
+def show(drafter: Drafter, row: int, example: Example, part: slice, dtype: torch.dtype) -> None:
+    """Show a drafter's row that part of an answer, with the features that it reads, as `dtype`."""
+    features = example.features[part].flatten(1).to(dtype) if drafter.feature_layers else None
+    drafter.observe(row, example.tokens[part].tolist(), features)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddtree.planning import Plan, Planner
+from ddtree.policy import OFF
 from ddtree.stats import PARTS, Clock
 from ddtree.vllm.reader import Reader
 from ddtree.vllm.trees import Nodes, Row
@@ -189,4 +190,5 @@ class Planning:
         for reader, row in zip(readers, rows, strict=True):
             found = verified.get(reader.name)
             if found is not None:
-                self.figures.count(len(row.nodes) - 1, len(found.path) - 1, str(reader.arm))
+                arm = OFF if reader.drafted is None else reader.arm
+                self.figures.count(len(row.nodes) - 1, len(found.path) - 1, str(arm))

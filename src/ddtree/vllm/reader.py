@@ -27,7 +27,7 @@ class Reader:
         request: how it is drafted for.
         seen: tokens whose features were told, or are known to be missing.
         drafted: the tree that the scheduler was sent last.
-        arm: how that tree was drafted.
+        arm: how the last tree was drafted.
         fresh: nothing was planned for it yet.
         ended: no token will be added.
 
@@ -73,7 +73,7 @@ class Reader:
         """Take over the runner's record where it took tokens back."""
         if len(self.tokens) != state.num_tokens:
             self.tokens = [*state.prompt_token_ids, *state.output_token_ids]
-            self.drafted, self.arm = None, OFF
+            self.drafted = None
 
     def append(self, token: int) -> None:
         """Take a chosen token."""
