@@ -7,9 +7,9 @@ import torch
 
 import reference
 import tiny
-from ddtree.engine import Engine
-from ddtree.sampling import SamplingParams
-from ddtree.target import Target
+from ddtree.engine.engine import Engine
+from ddtree.model.target import Target
+from ddtree.sampling.sampler import SamplingParams
 from scripted import Scripted
 
 LENGTH = 200
@@ -97,7 +97,7 @@ def test_heads_on_a_backbone_do_not_change_them_either(family, kind, sampling):
 
 def test_a_wrong_rule_would_be_noticed(monkeypatch):
     """The matrix has power: a verification that ignores the tree's mask does not pass it."""
-    from ddtree import target as target_module
+    from ddtree.model import target as target_module
 
     def causal(tree):
         rows, nodes = tree.tokens.shape

@@ -9,7 +9,7 @@ import ddtree
 import talker
 from ddtree.cli import main
 from ddtree.server.limits import Limits
-from ddtree.server.service import Service
+from ddtree.server.worker import Service
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import ddtree
 import talker
 from ddtree.server.drafting import Drafting
-from ddtree.server.service import Service
+from ddtree.server.worker import Service
 
 playwright = pytest.importorskip("playwright.sync_api")
 LANES = ("on", "off")

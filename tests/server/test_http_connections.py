@@ -9,7 +9,8 @@ import fakes
 import httpx
 import pytest
 
-from ddtree.server import connections, runner, security
+from ddtree.server import connections, security
+from ddtree.server import run as runner
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()

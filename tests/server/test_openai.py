@@ -10,7 +10,7 @@ import pytest
 import ddtree
 import talker
 from ddtree.server.limits import Limits
-from ddtree.server.service import Service
+from ddtree.server.worker import Service
 
 MESSAGES = [{"role": "user", "content": "To be, or not to be"}]
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 24}

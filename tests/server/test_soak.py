@@ -16,7 +16,7 @@ import pytest
 import ddtree
 import talker
 from ddtree.server.limits import BusyError
-from ddtree.server.service import Service
+from ddtree.server.worker import Service
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
