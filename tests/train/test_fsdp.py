@@ -10,7 +10,7 @@ import test_train_heads as shared
 import torch
 from safetensors.torch import load_file
 from test_train_cli import arguments, target  # noqa: F401 (a fixture)
-from test_train_group import HERE, network
+from test_distributed import HERE, network
 
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.train.cli import run
