@@ -9,8 +9,8 @@ import pytest
 import test_train_heads as shared
 import torch
 from safetensors.torch import load_file
-from test_train_cli import arguments, target  # noqa: F401 (a fixture)
 from test_distributed import HERE, network
+from test_train_cli import arguments, target  # noqa: F401 (a fixture)
 
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.train.cli import run
