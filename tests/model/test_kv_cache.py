@@ -16,7 +16,6 @@ def columns(rows, values):
 def append(cache, start, stop, values):
     cache.open(start, stop, len(values[0]))
     keys, _ = cache.update(columns(stop - start, values), columns(stop - start, values), 0)
-    cache.advance()
     return keys
 
 
@@ -109,7 +108,6 @@ def test_layers_of_one_shape_share_a_stack_and_others_have_their_own():
     cache.open(0, 1, 5)
     for layer, own in enumerate(states):
         cache.update(own, -own, layer)
-    cache.advance()
     cache.commit([[0, 2, 4]])
     cache.open(0, 1, 500)
     for layer, (heads, size) in enumerate(shapes):

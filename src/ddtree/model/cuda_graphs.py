@@ -81,7 +81,6 @@ class Graphs:
         _fill(shape, cache.lengths, tree)
         with cache.scattered(shape.columns, shape.visible.shape[2]):
             logits, features = self._outputs(cache, shape)
-        cache.advance()
         return logits[:, :nodes], None if features is None else features[:, :nodes]
 
     def _outputs(self, cache: KVCache, shape: _Shape) -> tuple[Tensor, Tensor | None]:
