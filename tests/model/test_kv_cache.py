@@ -20,7 +20,7 @@ def append(cache, start, stop, values):
 
 
 def contents(cache, row):
-    return cache._keys[0][row, 0, : cache.lengths[row], 0].tolist()
+    return cache._buffers[0][row, 0, : cache.lengths[row], 0].tolist()
 
 
 def test_commit_moves_the_accepted_path_to_the_front_and_forgets_the_rest():
@@ -75,7 +75,7 @@ def test_growth_keeps_contents_and_stays_linear_in_tokens(monkeypatch):
         append(cache, 0, 1, [[value]])
         cache.commit([[0]])
     assert contents(cache, 0) == list(range(100))
-    assert cache._keys[0].shape[2] <= 2 * 100
+    assert cache._buffers[0].shape[2] <= 2 * 100
 
 
 def test_capacity_never_exceeds_what_a_row_may_need(monkeypatch):
@@ -84,7 +84,7 @@ def test_capacity_never_exceeds_what_a_row_may_need(monkeypatch):
     cache.add_row()
     append(cache, 0, 1, [list(range(9))])
     cache.commit([list(range(9))])
-    assert cache._keys[0].shape[2] == 10
+    assert cache._buffers[0].shape[2] == 10
 
 
 def test_a_cache_that_does_not_fit_says_how_much_is_missing(monkeypatch):

@@ -1,8 +1,9 @@
-"""One attention function for every target, registered with transformers as the implementation "ddtree".
+"""Who sees whom, and the attention function that obeys it, registered with transformers as "ddtree".
 
-transformers forwards unknown keyword arguments of a model call to its attention function, and lets a 4-D mask
-through untouched. A round's visibility therefore travels as one object (`Visibility`), built once per forward and
-shared by all layers; each layer asks it for the additive bias of its own sliding window.
+`visible_keys` is the one rule of visibility: targets, recorded passes and drafters use it. transformers forwards
+unknown keyword arguments of a model call to its attention function, and lets a 4-D mask through untouched. A forward's
+visibility therefore travels as one object (`Visibility`), shared by all layers; each layer asks it for the additive
+bias of its own sliding window.
 """
 
 from __future__ import annotations
@@ -147,6 +148,9 @@ def attention(
 
     Soft-capping (Gemma 2) and attention sinks (gpt-oss) are computed from the scores; the rest goes through
     PyTorch's fused kernel, or, in half precision on the CPU, through our steady one.
+
+    Raises:
+        UnsupportedModelError: the model hands no visibility on, or runs in another thread than ours.
     """
     visibility: Visibility | None = kwargs.get(KWARG)
     if visibility is None:
@@ -174,7 +178,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """PyTorch's own kernel."""
+    """Return PyTorch's own attention of queries [R, H, n, D] over keys [R, H, L, D]."""
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
 
 
@@ -186,13 +190,16 @@ def grouped(
     scale: float,
     kernel: Kernel = fused,
 ) -> Tensor:
-    """Queries [R, Hq, n, D] over keys [R, Hkv, L, D]; returns [R, Hq, n, Dv].
+    """Attention of queries [R, Hq, n, D] over keys [R, Hkv, L, D] in groups of Hq / Hkv heads; returns [R, Hq, n, Dv].
 
     Query heads that share a key head are folded into rows for the kernel: with a mask, PyTorch's own grouped mode is
-    several times slower on CPU. Beyond some rows the repeated mask costs more than repeated keys.
+    several times slower on CPUs. Beyond `_FOLD_ROWS` rows the repeated mask costs more than repeated keys.
 
     Args:
-        bias: the additive bias [R, 1, fold * n, L] for queries repeated `fold` times, or None.
+        query, key, value: of one layer.
+        bias: gives the additive bias [R, 1, fold * n, L] for queries repeated `fold` times; None where all is visible.
+        scale: factor of the scores.
+        kernel: computes the attention of the folded heads.
     """
     rows, heads, n, size = query.shape
     groups = heads // key.shape[1]
@@ -207,16 +214,18 @@ def _repeat(x: Tensor, groups: int) -> Tensor:
 
 
 def needs_steadying(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether fused attention rounds so coarsely that a tree's texts would part from plain decoding's at many ties."""
+    """Return whether fused attention rounds so coarsely that trees and plain decoding would differ at many ties."""
     return device.type == "cpu" and dtype != torch.float32
 
 
 def _steady(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Attention whose result for a query hardly ever depends on the queries and hidden keys beside it.
 
-    PyTorch's CPU kernel rounds the weights of each block of keys to the input's 16 bits, so its result depends on
-    where a key lies. Here sums run in float32 and in the order of the keys, and hidden keys add exact zeros; the
-    weights' total is one more column of the values, so that it is summed in the same order.
+    A node of a tree must score as the same token does in plain decoding, although hidden siblings lie between its
+    ancestors. PyTorch's CPU kernel rounds the weights of each block of keys to the input's 16 bits, so its result
+    depends on the column of a key, and near-ties flip. Here sums run in float32 and in the order of the keys, and
+    hidden keys add exact zeros; the weights' total is one more column of the values, so that it is summed in the same
+    order.
     """
     scores = query.float() @ key.float().transpose(2, 3) * scale
     if bias is not None:
@@ -237,6 +246,7 @@ def _scored(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Attention by its definition, with soft-capped scores and with sinks [H] that take weight but have no value."""
     scores = (query @ key.transpose(2, 3) * scale).float()
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -251,7 +261,7 @@ def _scored(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask for a forward: none is needed in ours, and others must not run with none."""
+    """Return no mask for a forward of ours, which needs none; refuse those of others, which must not run with none."""
     _check_thread()
 
 
@@ -277,26 +287,20 @@ def _check_thread() -> None:
 def using(configs: list[Any]) -> Iterator[None]:
     """Run models of these configs with our attention inside the block, and with their own again afterwards.
 
-    Blocks of several threads run one after the other. Other code must not run the same model meanwhile: it is told so.
+    Blocks of several threads run one after the other. Other code that runs the same model in another thread meanwhile
+    gets an UnsupportedModelError.
     """
     global _runner
-    with _switching, _switched(configs):
-        before, _runner = _runner, threading.get_ident()
+    # Past the configs' own attribute access, which takes longer than anything else that a forward waits for here.
+    settings = [vars(config) for config in configs]
+    with _switching:
+        before, outer = [own[_SETTING] for own in settings], _runner
+        _runner = threading.get_ident()
         try:
+            for own in settings:
+                own[_SETTING] = NAME
             yield
         finally:
-            _runner = before
-
-
-@contextmanager
-def _switched(configs: list[Any]) -> Iterator[None]:
-    # Past the configs' own attribute access, which takes longer than anything else that a forward waits for here.
-    own = [vars(config) for config in configs]
-    before = [attributes[_SETTING] for attributes in own]
-    for attributes in own:
-        attributes[_SETTING] = NAME
-    try:
-        yield
-    finally:
-        for attributes, name in zip(own, before, strict=True):
-            attributes[_SETTING] = name
+            _runner = outer
+            for own, name in zip(settings, before, strict=True):
+                own[_SETTING] = name

@@ -50,9 +50,9 @@ class KVCache:
         self.max_tokens = max_tokens
         self.version = 0
         self._layers = layers
-        self._keys: list[Tensor | None] = []
-        self._values: list[Tensor | None] = []
-        # Every buffer above is a slice of one of these [2 * layers, rows, heads, tokens, head size].
+        # Keys of layer i in slot 2 * i, values in the slot after it. Each buffer is a slice of one of the stacks
+        # [2 * layers, rows, heads, tokens, head size].
+        self._buffers: dict[int, Tensor] = {}
         self._stacks: list[Tensor] = []
         self._free: dict[Kind, list[Tensor]] = {}
         self._row_capacity = 1
@@ -122,10 +122,7 @@ class KVCache:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append a layer's [R, H, n, D]; return views of its keys and values [R, H, L, D] (transformers' hook)."""
-        while len(self._keys) <= layer_idx:
-            self._keys.append(None)
-            self._values.append(None)
-        return self._append(self._keys, layer_idx, key), self._append(self._values, layer_idx, value)
+        return self._append(2 * layer_idx, key), self._append(2 * layer_idx + 1, value)
 
     @contextmanager
     def scattered(self, columns: Tensor, keys: int) -> Iterator[None]:
@@ -164,12 +161,8 @@ class KVCache:
 
     def read(self, row: int, start: int, stop: int) -> Columns:
         """Return views of the keys and values of a row's committed tokens start..stop-1."""
-        pairs = zip(self._keys, self._values, strict=True)
-        return [
-            (keys[row, :, start:stop], values[row, :, start:stop])
-            for keys, values in pairs
-            if keys is not None and values is not None
-        ]
+        parts = [self._buffers[slot][row, :, start:stop] for slot in sorted(self._buffers)]
+        return list(zip(parts[::2], parts[1::2], strict=True))
 
     @torch.inference_mode()
     def write(self, row: int, columns: Columns) -> None:
@@ -219,23 +212,24 @@ class KVCache:
         """Return the longest row's committed length (transformers' hook)."""
         return max(self.lengths, default=0)
 
-    def _append(self, buffers: list[Tensor | None], layer: int, states: Tensor) -> Tensor:
+    def _append(self, slot: int, states: Tensor) -> Tensor:
+        """Put states [R, H, n, D] into the buffer of a slot; return a view of its columns [R, H, L, D]."""
+        if slot not in self._buffers:
+            self._buffers[slot] = self._new_buffer(states)
         start, stop = self._window
-        buffer = buffers[layer]
-        if buffer is None:
-            buffer = buffers[layer] = self._new_buffer(states)
+        buffer = self._buffers[slot][start:stop]
         if self._scatter is not None:
             columns, keys = self._scatter
-            buffer[start:stop].scatter_(2, columns[:, None, :, None].expand_as(states), states)
-            return buffer[start:stop, :, :keys]
+            buffer.scatter_(2, columns[:, None, :, None].expand_as(states), states)
+            return buffer[:, :, :keys]
         n = states.shape[2]
         firsts = [length + self._pending for length in self.lengths[start:stop]]
         if min(firsts) == max(firsts):
-            buffer[start:stop, :, firsts[0] : firsts[0] + n] = states
+            buffer[:, :, firsts[0] : firsts[0] + n] = states
         else:
-            for index, first in enumerate(firsts):
-                buffer[start + index, :, first : first + n] = states[index]
-        return buffer[start:stop, :, : max(firsts) + n]
+            for row, first in enumerate(firsts):
+                buffer[row, :, first : first + n] = states[row]
+        return buffer[:, :, : max(firsts) + n]
 
     def _new_buffer(self, states: Tensor) -> Tensor:
         """Return a free slice of the stack for states of this kind [R, H, n, D]; stacks are made as layers come."""
@@ -266,23 +260,21 @@ class KVCache:
 
     def _restack(self, rows: int, tokens: int) -> None:
         """Move the committed tokens into new stacks, one for each kind of buffer, of so many rows and tokens."""
-        kinds: dict[Kind, list[tuple[list[Tensor | None], int, Tensor]]] = {}
-        for buffers in (self._keys, self._values):
-            for layer, buffer in enumerate(buffers):
-                if buffer is not None:
-                    kinds.setdefault(_kind(buffer), []).append((buffers, layer, buffer))
+        kinds: dict[Kind, list[int]] = {}
+        for slot, buffer in self._buffers.items():
+            kinds.setdefault(_kind(buffer), []).append(slot)
         # All are made before any is used: without room for one, the old ones stay as they are.
         stacks = [
-            _zeros((len(members), rows, heads, tokens, size), dtype, members[0][2].device)
-            for (heads, size, dtype), members in kinds.items()
+            _zeros((len(slots), rows, heads, tokens, size), dtype, self._buffers[slots[0]].device)
+            for (heads, size, dtype), slots in kinds.items()
         ]
         self._stacks, self._free = stacks, {}
         self.version += 1
-        for stack, members in zip(stacks, kinds.values(), strict=True):
-            for place, (buffers, layer, buffer) in enumerate(members):
-                kept = buffer[:rows, :, :tokens]
-                stack[place, : kept.shape[0], :, : kept.shape[2]] = kept
-                buffers[layer] = stack[place]
+        for stack, slots in zip(stacks, kinds.values(), strict=True):
+            for place, slot in zip(stack, slots, strict=True):
+                kept = self._buffers[slot][:rows, :, :tokens]
+                place[: len(kept), :, : kept.shape[2]] = kept
+                self._buffers[slot] = place
         self._row_capacity, self._token_capacity = rows, tokens
 
 
