@@ -1,7 +1,6 @@
 """The engine: exact lengths, endings, batches and rows, whatever is drafted."""
 
 import pytest
-import torch
 
 import reference
 import tiny
