@@ -126,7 +126,7 @@ class _Run:
         self.sequences: list[Sequence] = []
         # Rows as transformers sees them: padding and prompt, then the tokens as they come.
         self.ids = torch.nn.functional.pad(input_ids, (0, self.room), value=self.pad_id)
-        self.told = [0] * len(starts)
+        self.received = [0] * len(starts)
         self.ends: list[int | None] = [None] * len(starts)
         self.streamed = 0
         self.logits: list[dict[int, Tensor]] = [{} for _ in starts]
@@ -176,16 +176,15 @@ class _Run:
 
     def _follow(self, row: int, sequence: Sequence) -> None:
         """Write a row's new tokens down, one by one as transformers does, and see whether it ends."""
-        new = sequence.tokens[sequence.prompt_length + self.told[row] :]
-        for token in new:
+        for token in sequence.take_new().tokens:
             if self.pads and self.ends[row] is not None:
                 return
-            at = self.told[row] = self.told[row] + 1
+            at = self.received[row] = self.received[row] + 1
             self.ids[row, self.width + at - 1] = token
             if self.ends[row] is None and bool(self._done(row, at)):
                 self.ends[row] = at
         if sequence.finish_reason is not None and self.ends[row] is None:
-            self.ends[row] = self.told[row]
+            self.ends[row] = self.received[row]
 
     def _done(self, row: int, at: int) -> Any:
         scores = None
@@ -199,8 +198,8 @@ class _Run:
         if length is None:
             return False
         return self.pads or all(
-            told >= length or sequence.finish_reason is not None
-            for told, sequence in zip(self.told, self.sequences, strict=True)
+            received >= length or sequence.finish_reason is not None
+            for received, sequence in zip(self.received, self.sequences, strict=True)
         )
 
     def _length(self) -> int | None:
@@ -213,7 +212,9 @@ class _Run:
             return
         length = self._length()
         running = [
-            told for told, end in zip(self.told, self.ends, strict=True) if end is None or not self.pads
+            received
+            for received, end in zip(self.received, self.ends, strict=True)
+            if end is None or not self.pads
         ]
         ready = min(running, default=length or 0)
         for index in range(self.streamed, ready if length is None else min(ready, length)):

@@ -55,6 +55,7 @@ class NativeCache:
 class AutoregressiveTarget:
     """A causal LM decoded one token at a time with its own cache; takes no drafter."""
 
+    verifies_trees = False
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, model: Any, tokenizer: Any = None, max_context: int | None = None) -> None:

@@ -94,6 +94,8 @@ class Target:
         ConfigError: a feature layer or `max_context` is out of range.
     """
 
+    verifies_trees = True
+
     def __init__(
         self,
         model: Any,
