@@ -26,9 +26,10 @@ from ddtree.drafters import Drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.errors import ConfigError, PromptError, UnsupportedModelError
+from ddtree.model.architectures import extrapolates
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.compat import CACHE_NAMES, dropped_argument, takes_tokenizer
-from ddtree.model.target import Target, extends, why_no_tree
+from ddtree.model.target import Target, why_no_tree
 from ddtree.policy.arms import Method
 from ddtree.sampling.params import check_whole
 from ddtree.sampling.sampler import SamplingParams
@@ -92,7 +93,7 @@ def custom_generate(
     _refuse(generation_config, logits_processor)
     starts = _starts(input_ids, model_kwargs)
     target, own, give_back = _prepare(model, drafter)
-    if extends(target.config):
+    if extrapolates(target.config):
         target.max_context = max(target.max_context, generation_config.max_length)
     run = _Run(input_ids, starts, logits_processor, stopping_criteria, generation_config, streamer)
     try:
