@@ -12,7 +12,7 @@ PARTS = ("prefill", "draft", "build", "verify", "walk", "commit")
 
 
 class Clock:
-    """Seconds spent in named parts; `with clock("draft"):` times one. An inner part's time does not count to the outer."""
+    """Counts seconds spent in named parts, as in `with clock("draft"):`. An inner part's time does not count to the outer."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)

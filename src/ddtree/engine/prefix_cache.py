@@ -169,7 +169,7 @@ class PrefixStore:
         return head
 
     def _make_room(self, need: int, held: set[int]) -> bool:
-        """Drop leaves, least recently used first, until there is room beside the nodes `held`; return whether there is."""
+        """Drop leaves, least recently used first, until it fits beside the nodes `held`; return whether it does."""
         while self.bytes + need > self.limit:
             ends = [node for node in self._nodes() if not node.children and id(node) not in held]
             if not ends:

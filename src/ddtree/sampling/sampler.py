@@ -151,7 +151,7 @@ _LOWEST_BITS = {torch.bfloat16: 0xFF80, torch.float16: 0xFC00}
 
 
 def _highest(scores: Tensor) -> tuple[int, float]:
-    """Return index and value of the highest of scores [n] of a floating dtype: the first of equals, a NaN before all."""
+    """Return index and value of the highest of scores [n] of a floating dtype: first of equals, NaN before all."""
     if scores.device.type == "cpu":
         lowest = _LOWEST_BITS.get(scores.dtype)
         if lowest is not None:
