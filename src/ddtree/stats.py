@@ -12,7 +12,10 @@ PARTS = ("prefill", "draft", "build", "verify", "walk", "commit")
 
 
 class Clock:
-    """Counts seconds spent in named parts, as in `with clock("draft"):`. An inner part's time does not count to the outer."""
+    """Counts seconds spent in named parts, as in `with clock("draft"):`.
+
+    The time of an inner part does not count to the outer one.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
