@@ -47,7 +47,7 @@ test-exhaustive: $(VENV)/dev.stamp
 # The other end of the supported range: the tests that touch transformers, against its oldest release.
 test-oldest: $(VENV)/oldest.stamp
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
-	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(wildcard tests/test_compat*.py tests/test_target*.py tests/test_engine.py tests/test_custom_generate.py)
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(wildcard tests/model/test_compat.py tests/model/test_target.py tests/engine/test_engine.py tests/integrations/test_transformers.py)
 
 # The plugin inside vLLM's engine; never a part of `make test`. One thread, and one engine at a time.
 test-vllm: $(VLLM_VENV)/vllm.stamp

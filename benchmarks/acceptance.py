@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from ddtree.bench.prompts import read
+from ddtree.bench.prompt_sets import read
 from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import load_drafter
-from ddtree.engine import Engine
-from ddtree.noise import PLAIN, Noise
-from ddtree.pretrained import load_causal_lm
+from ddtree.engine.engine import Engine
+from ddtree.model.pretrained import load_causal_lm
+from ddtree.model.target import Target
 from ddtree.prompts import encode
-from ddtree.sampling import SamplingParams
+from ddtree.sampling.noise import PLAIN, Noise
+from ddtree.sampling.sampler import SamplingParams
 from ddtree.stats import Clock
-from ddtree.target import Target
 from ddtree.train.data import Conversation, Example, make_example, read_shard, teacher_pass, write_shard
 from ddtree.train.evaluate import replay
 

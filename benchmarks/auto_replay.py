@@ -26,18 +26,18 @@ from typing import Any
 import numpy as np
 from acceptance import examples_of
 
-from ddtree.bench import cells
-from ddtree.bench.prompts import read
-from ddtree.demo import demo_drafter
+from ddtree.bench import methods as cells
+from ddtree.bench.prompt_sets import read
 from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import load_drafter
-from ddtree.planning import Planner
+from ddtree.engine.planner import Planner
+from ddtree.model.demo import demo_drafter
+from ddtree.model.pretrained import load_causal_lm
+from ddtree.model.target import Target
 from ddtree.policy import Policy, Request, memory
 from ddtree.policy.latency import LatencyModel, Sample
-from ddtree.pretrained import load_causal_lm
-from ddtree.sampling import Sampler, SamplingParams
+from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
-from ddtree.target import Target
 from ddtree.train.data import Example
 from ddtree.train.evaluate import Follow, show
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, walk

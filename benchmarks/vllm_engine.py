@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from watch import Watch
 
-from ddtree.vllm.settings import Drafting, Settings
+from ddtree.integrations.vllm.settings import Drafting, Settings
 
 WAYS: dict[str, dict[str, Any]] = {
     "vLLM": {},

@@ -27,9 +27,9 @@ from typing import Any
 
 from vllm_engine import WAYS
 
-from ddtree.bench import prompts as prompt_sets
-from ddtree.demo import resolve
-from ddtree.pretrained import read_tokenizer
+from ddtree.bench import prompt_sets as prompt_sets
+from ddtree.model.demo import resolve
+from ddtree.model.pretrained import read_tokenizer
 
 PLAIN = next(iter(WAYS))
 EACH = 2  # prompts of a turn, for each stream

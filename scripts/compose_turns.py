@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddtree.pretrained import load_causal_lm
+from ddtree.model.pretrained import load_causal_lm
 from ddtree.train.data import read_shard, shard_indices, shard_path
 
 WORDS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

@@ -30,9 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ddtree.cache import KVCache
-from ddtree.drafters import checkpoint
-from ddtree.drafters.dflash_net import DFlashNet
+from ddtree.drafters.dflash import checkpoint
+from ddtree.drafters.dflash.network import DFlashNet
+from ddtree.model.kv_cache import KVCache
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
 TOLERANCE = 1e-5

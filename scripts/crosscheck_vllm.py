@@ -49,13 +49,13 @@ def ours(options: argparse.Namespace) -> None:
     """Decode with ddtree and write what it gave."""
     import torch
 
-    from ddtree.bench import prompts
-    from ddtree.demo import resolve, resolve_drafter
-    from ddtree.drafters.checkpoint import locate
+    from ddtree.bench import prompt_sets as prompts
+    from ddtree.drafters.dflash.checkpoint import locate
     from ddtree.drafters.loading import contents, load_drafter
-    from ddtree.pretrained import load_causal_lm
+    from ddtree.model.demo import resolve, resolve_drafter
+    from ddtree.model.pretrained import load_causal_lm
+    from ddtree.model.target import Target
     from ddtree.prompts import encode
-    from ddtree.target import Target
 
     torch.set_num_threads(1)
     model, tokenizer = load_causal_lm(options.target, "cpu", options.dtype)
@@ -100,8 +100,8 @@ def without_vocabulary(checkpoint: Path, folder: Path) -> Path:
 
 def decode_ours(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
     """Tokens of a prompt, how many each forward pass gave, and the best scores of each position."""
-    from ddtree.engine import Engine
-    from ddtree.sampling import SamplingParams
+    from ddtree.engine.engine import Engine
+    from ddtree.sampling.sampler import SamplingParams
 
     engine = Engine(target, drafter, max_rows=1)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=TOP)

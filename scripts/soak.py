@@ -30,7 +30,7 @@ from pathlib import Path
 import httpx
 from soak_traffic import CHAT, Case, Traffic, bodies, whole
 
-from ddtree.bench import prompts
+from ddtree.bench import prompt_sets as prompts
 from ddtree.errors import DDTreeError
 
 WARM_UP = 0.25  # of the time, after which memory may not grow any more

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from ddtree.bench.answers import Answer
-from ddtree.bench.prompts import BenchPrompt
-from ddtree.bench.raw import Log, Raw, read
+from ddtree.bench.methods import Answer
+from ddtree.bench.prompt_sets import BenchPrompt
+from ddtree.bench.results import Log, Raw, read
 from ddtree.bench.runner import Plan, Runner
-from ddtree.sampling import SamplingParams
+from ddtree.sampling.sampler import SamplingParams
 
 TEXT = (3, 1, 4, 1, 5, 9, 2, 6)
 

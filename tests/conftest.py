@@ -3,9 +3,9 @@ import random
 
 import pytest
 
-from ddtree import params
-from ddtree.demo import cache_folder
+from ddtree.model.demo import cache_folder
 from ddtree.policy import store
+from ddtree.sampling import params
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,13 +15,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-
 import reference
 import tiny
-from ddtree.engine import Engine
-from ddtree.sampling import SamplingParams
-from ddtree.target import Target
+from ddtree.engine.engine import Engine
+from ddtree.model.target import Target
+from ddtree.sampling.params import SamplingParams
 from scripted import Informed, Scripted
 
 LENGTH = 64
@@ -46,7 +44,9 @@ DRAFTERS = (
     *("none", "chain", "tree", "lookup", "draft", "merged", *KNOWING),
     *("markov", "treeflash", "domino", "d2sd", "continuity"),
 )
-GROWING = [(family, kind, rows) for family in ("llama", "gemma2") for kind in ("scripted", "merged") for rows in ROWS]
+GROWING = [
+    (family, kind, rows) for family in ("llama", "gemma2") for kind in ("scripted", "merged") for rows in ROWS
+]
 
 
 class Case(NamedTuple):
@@ -160,6 +160,4 @@ def check(case: Case, length: int = LENGTH) -> Engine:
 
 def full(family: str, kind: str, sampling: str) -> list[Case]:
     """All budgets and numbers of rows of a family, drafter and way of sampling."""
-    return [
-        Case(family, kind, sampling, budget, rows) for budget, rows in itertools.product(BUDGETS, ROWS)
-    ]
+    return [Case(family, kind, sampling, budget, rows) for budget, rows in itertools.product(BUDGETS, ROWS)]

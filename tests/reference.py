@@ -6,7 +6,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from ddtree.sampling import Noise, SamplingParams
+from ddtree.sampling.sampler import Noise, SamplingParams
 
 
 def processed(logits: Tensor, prefix: list[int], prompt_length: int, params: SamplingParams) -> Tensor:

@@ -79,7 +79,9 @@ class Informed(Scripted):
     name = "informed"
     feature_layers = (0,)
 
-    def __init__(self, texts: list[list[int]], features: list[Tensor], reach: int = 4, vocab: int = 48) -> None:
+    def __init__(
+        self, texts: list[list[int]], features: list[Tensor], reach: int = 4, vocab: int = 48
+    ) -> None:
         super().__init__(texts, reach, vocab)
         self.features = features
         self.misled: list[bool] = []
@@ -103,4 +105,6 @@ class Informed(Scripted):
 
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
         tree = super().draft(rows, clock)
-        return tree.truncate([0 if wrong else row.budget for wrong, row in zip(self.misled, rows, strict=True)])
+        return tree.truncate(
+            [0 if wrong else row.budget for wrong, row in zip(self.misled, rows, strict=True)]
+        )

@@ -12,16 +12,11 @@ import transformers as hf
 import ddtree
 import talker
 import tiny
-from ddtree import api, demo
-from ddtree import cache as cache_module
-from ddtree.drafters import checkpoint
-from ddtree.errors import (
-    CacheMemoryError,
-    CheckpointError,
-    ConfigError,
-    PromptError,
-    UnsupportedModelError,
-)
+from ddtree import api
+from ddtree.drafters.dflash import checkpoint
+from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, PromptError, UnsupportedModelError
+from ddtree.model import demo
+from ddtree.model import kv_cache as cache_module
 
 PROMPT = "To be, or not to be"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -291,7 +286,9 @@ def test_without_a_tokenizer_ids_go_in_and_come_out():
 
 def test_the_automatic_drafter_is_the_demos_own_for_the_demo_target(tmp_path, monkeypatch):
     folder = talker.save(tmp_path / "target")
-    monkeypatch.setattr("ddtree.pretrained.resolve", lambda name: str(folder) if name == "demo" else name)
+    monkeypatch.setattr(
+        "ddtree.model.pretrained.resolve", lambda name: str(folder) if name == "demo" else name
+    )
     monkeypatch.setattr(
         demo, "demo_drafter", lambda: checkpoint.write(tmp_path / "own", tiny.network(talker.model()))
     )

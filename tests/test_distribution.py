@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tiny
-from ddtree.engine import Engine
-from ddtree.noise import Noise
-from ddtree.sampling import SamplingParams
-from ddtree.target import Target
+from ddtree.engine.engine import Engine
+from ddtree.model.target import Target
+from ddtree.sampling.noise import Noise
+from ddtree.sampling.sampler import SamplingParams
 
 VOCAB, LENGTH, SEEDS, ROWS = 8, 3, 20_000, 128
 PROMPT = [3, 5, 2, 7]

@@ -6,7 +6,7 @@ import pytest
 
 import matrix
 import tiny
-from ddtree import cache as cache_module
+from ddtree.model import kv_cache as cache_module
 from matrix import Case
 
 FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -37,7 +37,9 @@ def test_any_two_values_meet_in_some_case():
     factors = (tiny.FAMILIES, matrix.DRAFTERS, matrix.SAMPLING, matrix.BUDGETS, matrix.ROWS)
     met = set(itertools.chain.from_iterable(map(matrix.pairs, COVERING)))
     assert len(COVERING) == len(tiny.FAMILIES) * len(matrix.DRAFTERS)
-    assert met == set(itertools.chain.from_iterable(map(matrix.pairs, map(Case._make, itertools.product(*factors)))))
+    assert met == set(
+        itertools.chain.from_iterable(map(matrix.pairs, map(Case._make, itertools.product(*factors))))
+    )
 
 
 @pytest.mark.exhaustive

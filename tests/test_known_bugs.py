@@ -5,10 +5,10 @@ import pytest
 import reference
 import tiny
 import words
-from ddtree.engine import Engine
-from ddtree.sampling import SamplingParams
-from ddtree.target import Target
-from ddtree.text import Detokenizer
+from ddtree.engine.detokenizer import Detokenizer
+from ddtree.engine.engine import Engine
+from ddtree.model.target import Target
+from ddtree.sampling.sampler import SamplingParams
 from scripted import Scripted
 
 PROMPT = tiny.prompt(9)

@@ -9,14 +9,14 @@ import torch
 
 import reference
 import tiny
-from ddtree.drafters.lookup import Lookup
 from ddtree.drafters.merged import Merged
-from ddtree.engine import Engine
+from ddtree.drafters.ngram import Lookup
+from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
+from ddtree.model.target import Target
 from ddtree.policy import OFF, Arm, Choice, Policy, Request
 from ddtree.policy.latency import LatencyModel, Sample
-from ddtree.sampling import SamplingParams
-from ddtree.target import Target
+from ddtree.sampling.sampler import SamplingParams
 from ddtree.tree import DraftTree
 from scripted import Scripted
 

@@ -8,19 +8,19 @@ import torch
 import transformers
 
 import tiny
-from ddtree.autoregressive import AutoregressiveTarget
-from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import DFlash
-from ddtree.drafters.lookup import Lookup
+from ddtree.drafters.dflash.backbone import Backbone
+from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
-from ddtree.engine import Engine
+from ddtree.drafters.ngram import Lookup
+from ddtree.engine.engine import Engine
 from ddtree.errors import CacheMemoryError, ConfigError, UnsupportedModelError
+from ddtree.model.autoregressive import AutoregressiveTarget
+from ddtree.model.target import Target
 from ddtree.policy import measure, stands
 from ddtree.policy.curve import Sample
 from ddtree.policy.heldout import held_out
 from ddtree.policy.latency import LatencyModel
-from ddtree.sampling import SamplingParams
-from ddtree.target import Target
+from ddtree.sampling.sampler import SamplingParams
 from ddtree.tree import MAX_DEPTH
 
 GRID = {"rows": (1, 3), "contexts": (8, 40), "widths": (1, 2, 5, 12), "turns": 2}

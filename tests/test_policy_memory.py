@@ -8,12 +8,12 @@ import torch
 import ddtree
 import talker
 import tiny
-from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import DFlash
+from ddtree.drafters.dflash.backbone import Backbone
+from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.errors import ConfigError
+from ddtree.model.target import Target
 from ddtree.policy import memory, store
 from ddtree.policy.acceptance import Acceptance
-from ddtree.target import Target
 
 
 def learn(acceptance):

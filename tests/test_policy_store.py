@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import tiny
-from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import DFlash
-from ddtree.drafters.lookup import Lookup
+from ddtree.drafters.dflash.backbone import Backbone
+from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
+from ddtree.drafters.ngram import Lookup
 from ddtree.errors import ConfigError
+from ddtree.model.target import Target
 from ddtree.policy import store
 from ddtree.policy.curve import Sample
 from ddtree.policy.latency import LatencyModel
-from ddtree.target import Target
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def network(target_model: Any, block_size: int = 8, seed: int = 0) -> Any:
     """A random DFlash network that fits a tiny model."""
-    from ddtree.drafters.dflash_net import DFlashConfig, DFlashNet
+    from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet
 
     torch.manual_seed(seed)
     vocab = target_model.config.vocab_size
@@ -114,14 +114,14 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
     """A drafter for a tiny model: "chain" or "tree" (DFlash, random), "lookup", "draft" (the model itself, with its
     weights shaken), "markov", "treeflash" or "domino" (random heads on DFlash), "d2sd" (DFlash twice), "continuity"
     (DFlash mixed with lookup), or "merged" (DFlash, lookup and the draft model)."""
-    from ddtree.drafters.backbone import Backbone
-    from ddtree.drafters.continuity import Continuity
-    from ddtree.drafters.d2sd import D2SD
-    from ddtree.drafters.dflash import DFlash
+    from ddtree.drafters.dflash.backbone import Backbone
+    from ddtree.drafters.dflash.d2sd import D2SD
+    from ddtree.drafters.dflash.drafter import DFlash
     from ddtree.drafters.draft_model import DraftModel
-    from ddtree.drafters.lookup import Lookup
     from ddtree.drafters.merged import Merged
-    from ddtree.target import Target
+    from ddtree.drafters.mixed import Continuity
+    from ddtree.drafters.ngram import Lookup
+    from ddtree.model.target import Target
 
     coupling = (0.8, 1.2) if coupled else (0.0, 1.0)
     target = Target(target_model)
@@ -149,10 +149,10 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
 
 def domino(target_model: Any, coupling: tuple[float, float] = (0.0, 1.0)) -> Any:
     """A Domino drafter of random weights, whose head turns the marginals' order over."""
-    from ddtree.drafters.backbone import Backbone
-    from ddtree.drafters.domino import Domino
-    from ddtree.drafters.heads import domino as heads
-    from ddtree.target import Target
+    from ddtree.drafters.dflash import heads as heads
+    from ddtree.drafters.dflash.backbone import Backbone
+    from ddtree.drafters.dflash.domino import Domino
+    from ddtree.model.target import Target
 
     backbone = Backbone(network(target_model), Target(target_model))
     torch.manual_seed(2)
@@ -163,10 +163,10 @@ def domino(target_model: Any, coupling: tuple[float, float] = (0.0, 1.0)) -> Any
 
 def first_order(kind: str, target_model: Any, coupling: tuple[float, float] = (0.0, 1.0)) -> Any:
     """A Markov or TreeFlash drafter of random weights, whose head turns the marginals' order over."""
-    from ddtree.drafters.backbone import Backbone
-    from ddtree.drafters.firstorder import FirstOrder
-    from ddtree.drafters.heads.registry import create
-    from ddtree.target import Target
+    from ddtree.drafters.dflash.backbone import Backbone
+    from ddtree.drafters.dflash.first_order import FirstOrder
+    from ddtree.drafters.dflash.heads import create
+    from ddtree.model.target import Target
 
     backbone = Backbone(network(target_model), Target(target_model))
     torch.manual_seed(2)

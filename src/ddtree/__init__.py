@@ -17,8 +17,8 @@ from ddtree.errors import (
 
 if TYPE_CHECKING:
     from ddtree.api import Model, Piece, Result, Stream, load
-    from ddtree.params import SamplingParams
-    from ddtree.transformers_hook import custom_generate
+    from ddtree.integrations.transformers import custom_generate
+    from ddtree.sampling.params import SamplingParams
 
 __version__ = _version("ddtree")
 
@@ -44,9 +44,9 @@ _LATER = {
     "Model": "ddtree.api",
     "Piece": "ddtree.api",
     "Result": "ddtree.api",
-    "SamplingParams": "ddtree.params",
+    "SamplingParams": "ddtree.sampling.params",
     "Stream": "ddtree.api",
-    "custom_generate": "ddtree.transformers_hook",
+    "custom_generate": "ddtree.integrations.transformers",
     "load": "ddtree.api",
 }
 

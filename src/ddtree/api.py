@@ -14,25 +14,24 @@ from typing import Any, Self, overload
 import torch
 
 from ddtree import prompts
-from ddtree.autoregressive import AutoregressiveTarget
-from ddtree.cache import out_of_memory
-from ddtree.checks import suggestion
-from ddtree.demo import NAME as DEMO
-from ddtree.demo import demo_drafter
 from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import DrafterSpec, folder_of, load_drafter
-from ddtree.engine import Engine, Sequence
+from ddtree.engine.detokenizer import Detokenizer, bad_word_ids
+from ddtree.engine.engine import Engine, Sequence
+from ddtree.engine.planner import suggestion, unmeasured
+from ddtree.engine.sequence import Piece, Result
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
-from ddtree.params import check_whole
-from ddtree.planning import unmeasured
+from ddtree.model.autoregressive import AutoregressiveTarget
+from ddtree.model.demo import NAME as DEMO
+from ddtree.model.demo import demo_drafter
+from ddtree.model.kv_cache import out_of_memory
+from ddtree.model.pretrained import check_causal_lm, load_causal_lm
+from ddtree.model.target import Target
 from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel
-from ddtree.pretrained import check_causal_lm, load_causal_lm
 from ddtree.prompts import Message, Prompt
-from ddtree.results import Piece, Result
-from ddtree.sampling import SamplingParams
-from ddtree.target import Target
-from ddtree.text import Detokenizer, bad_word_ids
+from ddtree.sampling.params import check_whole
+from ddtree.sampling.sampler import SamplingParams
 
 __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
 

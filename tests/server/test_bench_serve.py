@@ -2,14 +2,14 @@
 
 import json
 
-import fakes
 import pytest
 
 import ddtree
+import fakes
 import talker
 from ddtree.cli import main
 from ddtree.server.limits import Limits
-from ddtree.server.service import Service
+from ddtree.server.worker import Service
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ import shutil
 import time
 from contextlib import contextmanager
 
-import fakes
 import pytest
 
 import ddtree
+import fakes
 import talker
 from ddtree.server.drafting import Drafting
-from ddtree.server.service import Service
+from ddtree.server.worker import Service
 
 playwright = pytest.importorskip("playwright.sync_api")
 LANES = ("on", "off")

@@ -5,11 +5,12 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager
 
-import fakes
 import httpx
 import pytest
 
-from ddtree.server import connections, runner, security
+import fakes
+from ddtree.server import connections, security
+from ddtree.server import run as runner
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()

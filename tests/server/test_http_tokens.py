@@ -7,7 +7,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 import talker
 import tiny
 import words
-from ddtree.sampling import TokenLogprobs
+from ddtree.sampling.sampler import TokenLogprobs
 from ddtree.server.logprobs import CompletionLogprobs, of_chat
 from ddtree.server.parameters import choices, sampling_defaults, sampling_params
 from ddtree.server.schemas import ChatRequest

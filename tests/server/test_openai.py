@@ -3,14 +3,14 @@
 import asyncio
 import threading
 
-import fakes
 import openai
 import pytest
 
 import ddtree
+import fakes
 import talker
 from ddtree.server.limits import Limits
-from ddtree.server.service import Service
+from ddtree.server.worker import Service
 
 MESSAGES = [{"role": "user", "content": "To be, or not to be"}]
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 24}

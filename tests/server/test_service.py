@@ -11,10 +11,10 @@ import torch
 import ddtree
 import talker
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
-from ddtree.params import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.server.drafting import Drafting
 from ddtree.server.limits import BusyError, ClosingError, EngineError, Limits, TimeoutReached
-from ddtree.server.service import Asked, Service
+from ddtree.server.worker import Asked, Service
 
 PATIENCE = 60
 

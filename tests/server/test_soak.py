@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fakes
 import httpx
 import pytest
 
 import ddtree
+import fakes
 import talker
 from ddtree.server.limits import BusyError
-from ddtree.server.service import Service
+from ddtree.server.worker import Service
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

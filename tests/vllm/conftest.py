@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.vllm import versions
+from ddtree.integrations.vllm import compat as versions
 
 # These tests need an environment with vLLM, which `make test-vllm` makes.
 collect_ignore_glob = [] if versions.installed() else ["test_*.py"]

@@ -14,8 +14,9 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import tiny
-from ddtree.vllm import attention, runner
-from ddtree.vllm.settings import Drafting, Settings
+from ddtree.integrations.vllm import model_runner as runner
+from ddtree.integrations.vllm import tree_attention as attention
+from ddtree.integrations.vllm.settings import Drafting, Settings
 
 # vLLM's kernels for CPUs want heads of 32 at least.
 FAMILIES: dict[str, dict[str, Any]] = {

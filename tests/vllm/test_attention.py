@@ -7,8 +7,8 @@ import torch
 from vllm import _custom_ops as ops
 
 from ddtree.errors import UnsupportedModelError
-from ddtree.vllm import attention
-from ddtree.vllm.trees import Nodes, Row
+from ddtree.integrations.vllm import tree_attention as attention
+from ddtree.integrations.vllm.trees import Nodes, Row
 
 HEADS, KEPT, SIZE, BLOCK = 6, 2, 32, 32
 TREE = Nodes([5, 6, 7, 8, 9, 10], [0, 0, 0, 1, 3, 2], [0, 1, 1, 2, 3, 2])

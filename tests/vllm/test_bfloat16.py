@@ -9,11 +9,11 @@ import pytest
 from engines import answers, counters, engine, params
 
 import ddtree
-from ddtree.bench import prompts as prompt_sets
-from ddtree.demo import demo_target
+from ddtree.bench import prompt_sets as prompt_sets
+from ddtree.bench.near_ties import first_flip
 from ddtree.drafters.loading import load_drafter
-from ddtree.flips import first_flip
-from ddtree.vllm import trees
+from ddtree.integrations.vllm import trees
+from ddtree.model.demo import demo_target
 
 TOKENS = 24
 ROOM = {"dtype": "bfloat16", "max_model_len": 512, "num_gpu_blocks_override": 160}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from engines import PROMPTS, TOKENS, answers, engine, params
 
-from ddtree.vllm import runner, trees
+from ddtree.integrations.vllm import model_runner as runner
+from ddtree.integrations.vllm import trees
 from scripted import Scripted
 
 

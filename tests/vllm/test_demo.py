@@ -6,8 +6,8 @@ import pytest
 from engines import answers, counters, engine, params
 
 import ddtree
-from ddtree.demo import demo_target
 from ddtree.drafters.loading import load_drafter
+from ddtree.model.demo import demo_target
 
 TEXTS = ["The capital of France is", "def fibonacci(n):\n", "one, two, three, one, two, three, one,"]
 TOKENS = 40

@@ -7,11 +7,11 @@ import torch
 from engines import FAMILIES, PROMPTS, answers, counters, engine, params
 
 import tiny
-from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.dflash import DFlash
+from ddtree.drafters.dflash.backbone import Backbone
+from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
-from ddtree.target import Target
-from ddtree.vllm import runner
+from ddtree.integrations.vllm import model_runner as runner
+from ddtree.model.target import Target
 from scripted import Scripted
 
 TOKENS = 40

@@ -13,8 +13,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from ddtree import stats
+from ddtree.integrations.vllm import model_runner as runner
+from ddtree.integrations.vllm import planning
+from ddtree.integrations.vllm import timers as stand
 from ddtree.policy import Policy, measure, stands, store
-from ddtree.vllm import planning, runner, stand
 from scripted import Scripted
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ddtree.integrations.vllm.trees import Nodes
 from ddtree.tree import DraftTree
-from ddtree.vllm.trees import Nodes
 
 TREE = Nodes([5, 6, 7, 8], [0, 0, 0, 1], [0, 1, 1, 2])
 

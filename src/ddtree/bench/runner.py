@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from ddtree.bench.answers import Answer, Way
-from ddtree.bench.cells import PLAIN
-from ddtree.bench.prompts import BenchPrompt
-from ddtree.bench.raw import Group, Log
+import torch
+import transformers
+
+import ddtree
+from ddtree.bench.methods import OFF_CELL as PLAIN
+from ddtree.bench.methods import Answer, Way
+from ddtree.bench.near_ties import first_flip
+from ddtree.bench.prompt_sets import BenchPrompt
+from ddtree.bench.results import Group, Log
 from ddtree.errors import ConfigError
+from ddtree.policy.machine import device_name
 from ddtree.progress import ProgressLine
-from ddtree.sampling import SamplingParams
+from ddtree.sampling.sampler import SamplingParams
 
 _WARM_UP_TOKENS = 32
 
@@ -168,3 +177,53 @@ def _user(text: str) -> list[dict[str, str]]:
 
 def _key(prompt: BenchPrompt, temperature: float, turn: int) -> Group:
     return prompt.id, temperature, turn
+
+
+Kind = Literal["equal", "near-tie", "different", "unchecked"]
+
+
+def judge(
+    target: Any, prompt: list[int], plain: Answer, other: Answer, params: SamplingParams
+) -> dict[str, Any]:
+    """The verdict on an answer as plain JSON values: its `kind`, and where and by how much the two texts part.
+
+    Half precision may flip a near-tie (`ddtree.flips`). In float32 any difference counts as one.
+    """
+    if not other.comparable:
+        return {"kind": "unchecked"}
+    if plain.tokens == other.tokens:
+        return {"kind": "equal"}
+    flip = first_flip(target, prompt, plain.tokens, other.tokens, params.temperature, params.seed or 0)
+    assert flip is not None
+    kind: Kind = "near-tie" if flip.near_tie and target.dtype != torch.float32 else "different"
+    gap = None if flip.gap == float("inf") else round(flip.gap, 6)
+    return {
+        "kind": kind,
+        "at": flip.index,
+        "tokens": list(flip.tokens),
+        "gap": gap,
+        "noise": round(flip.noise, 6),
+    }
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Plain JSON values: processor, cores this process may use, threads, accelerator, system."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: dict[str, Any] = {
+        "processor": device_name(torch.device("cpu")),
+        "cores": usable,
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if device.type != "cpu":
+        found["accelerator"] = device_name(device)
+    return found
+
+
+def versions() -> dict[str, str]:
+    return {
+        "ddtree": ddtree.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "serve":
         return bench_serve.run(args)
     if args.plots:
-        from ddtree.bench import plots
+        from ddtree.bench import report as plots
 
         plots.check()
     if args.action == "report":
@@ -92,13 +92,13 @@ def _add_report_options(parser: argparse.ArgumentParser, default: Any = None) ->
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from ddtree.bench import cells, machine, prompts, raw
-    from ddtree.bench.baselines import Baseline
-    from ddtree.bench.lanes import Lane
-    from ddtree.bench.pair import Pair
-    from ddtree.bench.runner import Plan, Runner
-    from ddtree.bench.verdicts import judge
-    from ddtree.show import busy
+    from ddtree.bench import methods as cells
+    from ddtree.bench import prompt_sets as prompts
+    from ddtree.bench import results as raw
+    from ddtree.bench import runner as machine
+    from ddtree.bench.methods import Baseline, Lane, Pair
+    from ddtree.bench.runner import Plan, Runner, judge
+    from ddtree.cli.side_by_side import busy
 
     _settle(args)
     chosen = prompts.read(args.prompts, args.per_task, args.limit)
@@ -153,7 +153,9 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _report(path: Path, args: argparse.Namespace) -> int:
     """Print the tables, and write what was asked for; 1 where a text differs for no known reason."""
-    from ddtree.bench import document, plots, raw
+    from ddtree.bench import report as document
+    from ddtree.bench import report as plots
+    from ddtree.bench import results as raw
 
     found = raw.read(path)
     print(document.terminal(found))
@@ -169,7 +171,7 @@ def _report(path: Path, args: argparse.Namespace) -> int:
 
 def _settle(args: argparse.Namespace) -> None:
     """Fill in what was not given, and refuse what cannot be."""
-    from ddtree.sampling import SamplingParams
+    from ddtree.sampling.sampler import SamplingParams
 
     for name, usual in (_QUICK if args.quick else _FULL).items():
         if getattr(args, name) is None:

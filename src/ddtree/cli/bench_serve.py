@@ -15,7 +15,7 @@ import ddtree
 from ddtree.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ddtree.bench.prompts import BenchPrompt
+    from ddtree.bench.prompt_sets import BenchPrompt
     from ddtree.bench.serving.endpoint import Endpoint
     from ddtree.bench.serving.jobs import Plan
     from ddtree.bench.serving.runner import Block
@@ -87,7 +87,7 @@ def _add_load(group: argparse._ArgumentGroup, shared: dict[str, Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 where an answer failed."""
-    from ddtree.bench import prompts
+    from ddtree.bench import prompt_sets as prompts
 
     if args.history is not None and args.history < 1:
         raise ConfigError(f"--history {args.history} must be at least 1")

@@ -79,7 +79,7 @@ def _holds_drafter(folder: Path, loaded: Path | None) -> bool:
 
 def _lessons(model: Any, args: argparse.Namespace) -> list[list[int]]:
     """Token ids of the prompts that leave room for an answer. Raises ConfigError when none does."""
-    from ddtree.bench import prompts
+    from ddtree.bench import prompt_sets as prompts
 
     chat = getattr(model.tokenizer, "chat_template", None) is not None
     chosen = prompts.read([args.prompts], args.per_task)
@@ -98,7 +98,7 @@ def _learn(model: Any, policy: Any, lessons: list[list[int]], into: str | None) 
     from ddtree.policy import memory, store
     from ddtree.policy.arms import OFF, arms_for
     from ddtree.progress import ProgressLine
-    from ddtree.sampling import SamplingParams
+    from ddtree.sampling.sampler import SamplingParams
 
     engine = model.engine
     engine.policy = policy

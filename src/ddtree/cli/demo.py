@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from ddtree.show import PROMPTS, run_demo
+    from ddtree.cli.side_by_side import PROMPTS, run_demo
 
     if not args.debug:
         logging.set_verbosity_error()

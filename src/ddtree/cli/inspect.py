@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         return _vllm()
     from transformers.utils import logging
 
-    from ddtree.inspect import inspect
+    from ddtree.inspection import inspect
 
     if not args.debug:
         logging.set_verbosity_error()
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _vllm() -> int:
-    from ddtree.vllm.versions import report
+    from ddtree.integrations.vllm.compat import report
 
     lines = report()
     print(*lines, sep="\n")

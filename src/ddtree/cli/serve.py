@@ -14,7 +14,7 @@ from ddtree.errors import ConfigError
 
 if TYPE_CHECKING:
     from ddtree.server.limits import Limits
-    from ddtree.server.serving import Settings
+    from ddtree.server.state import Settings
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"ddtree serve needs {error.name}: pip install 'ddtree[serve]'") from error
     from ddtree.server.app import create_app
     from ddtree.server.drafting import Drafting
-    from ddtree.server.runner import Server, bind, url
-    from ddtree.server.service import Service
+    from ddtree.server.run import Server, bind, url
+    from ddtree.server.worker import Service
 
     logging.basicConfig(level=logging.WARNING, format="ddtree: %(levelname)s: %(message)s")
     drafting = Drafting(method=args.method, depth=args.depth, budget=args.budget)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_vllm(args: argparse.Namespace) -> int:
-    from ddtree.vllm.launch import serve
+    from ddtree.integrations.vllm.launch import serve
 
     defaults = argparse.ArgumentParser()
     add_arguments(defaults)
@@ -145,8 +145,8 @@ def _limits(args: argparse.Namespace) -> Limits:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    from ddtree.server.runner import LOOPBACK
-    from ddtree.server.serving import Settings
+    from ddtree.server.run import LOOPBACK
+    from ddtree.server.state import Settings
 
     keys = _api_keys(args)
     for origin in args.cors_origin:

@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ddtree.holding import Holding
-from ddtree.sampling import Noise
+from ddtree.model.kv_cache import Holding
+from ddtree.sampling.sampler import Noise
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree
 

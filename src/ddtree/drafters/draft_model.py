@@ -11,14 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ddtree.cache import KVCache
 from ddtree.drafters import DraftRow
 from ddtree.errors import CheckpointError, ConfigError
-from ddtree.holding import Holding, token_bytes
-from ddtree.noise import check_coupling, couple
-from ddtree.rows import drop_row
+from ddtree.model.kv_cache import Holding, KVCache, drop_row, token_bytes
+from ddtree.model.target import Target
+from ddtree.sampling.noise import check_coupling, couple
 from ddtree.stats import Clock
-from ddtree.target import Target
 from ddtree.tree import MAX_DEPTH, DraftTree, grow, prune
 
 MAX_WIDTH = 32

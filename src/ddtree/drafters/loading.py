@@ -7,26 +7,27 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from ddtree.demo import NAME as DEMO
-from ddtree.demo import resolve_drafter
-from ddtree.drafters import Drafter, checkpoint, parts_of
-from ddtree.drafters.backbone import Backbone
-from ddtree.drafters.checkpoint import DFlashCheckpoint, locate
-from ddtree.drafters.continuity import Continuity
-from ddtree.drafters.d2sd import D2SD
-from ddtree.drafters.dflash import DFlash, backbone_of
-from ddtree.drafters.domino import Domino
+from ddtree.drafters import Drafter, parts_of
+from ddtree.drafters.dflash import checkpoint
+from ddtree.drafters.dflash.backbone import Backbone
+from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint, locate
+from ddtree.drafters.dflash.d2sd import D2SD
+from ddtree.drafters.dflash.domino import Domino
+from ddtree.drafters.dflash.drafter import DFlash, backbone_of
+from ddtree.drafters.dflash.files import is_head, misfits, read_head
+from ddtree.drafters.dflash.first_order import FirstOrder
+from ddtree.drafters.dflash.heads import Domino as DominoHead
+from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.draft_model import DraftModel
-from ddtree.drafters.firstorder import FirstOrder
-from ddtree.drafters.heads import Head
-from ddtree.drafters.heads.domino import Domino as DominoHead
-from ddtree.drafters.heads.files import is_head, misfits, read_head
-from ddtree.drafters.lookup import Lookup
 from ddtree.drafters.merged import Merged
-from ddtree.drafters.ngrams import NgramTable
+from ddtree.drafters.mixed import Continuity
+from ddtree.drafters.ngram import Lookup
+from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
-from ddtree.pretrained import load_causal_lm
-from ddtree.target import Target
+from ddtree.model.demo import NAME as DEMO
+from ddtree.model.demo import resolve_drafter
+from ddtree.model.pretrained import load_causal_lm
+from ddtree.model.target import Target
 
 DRAFT_MODEL = "draft:"
 NETWORK, TABLE = "dflash", "ngrams.safetensors"

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from ddtree.autoregressive import AutoregressiveTarget
 from ddtree.drafters import Drafter
 from ddtree.errors import CacheMemoryError, ConfigError, UnsupportedModelError
+from ddtree.model.autoregressive import AutoregressiveTarget
+from ddtree.model.target import Target
 from ddtree.policy.curve import Sample
 from ddtree.policy.latency import CUT_SHORT, LatencyModel
 from ddtree.policy.machine import describe
 from ddtree.policy.stands import DrafterStand, TargetStand
-from ddtree.target import Target
 from ddtree.tree import MAX_BUDGET
 
 WIDTHS = (1, 2, 3, 5, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513, 769, 1025)

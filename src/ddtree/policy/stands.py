@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddtree.drafters import Drafter, DraftRow
 from ddtree.errors import ConfigError
+from ddtree.model.target import Target
 from ddtree.stats import Clock
-from ddtree.target import Target
 from ddtree.tree import MAX_DEPTH, DraftTree
 
 _CHUNK = 128

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ddtree.demo import cache_folder
 from ddtree.drafters import parts_of
 from ddtree.errors import ConfigError
+from ddtree.model.demo import cache_folder
 from ddtree.policy.latency import CUT_SHORT, LatencyModel
 from ddtree.policy.machine import device_name
 

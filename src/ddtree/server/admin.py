@@ -10,11 +10,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ddtree.server.protocol import json_response
+from ddtree.server.http import json_response
 from ddtree.server.schemas import DraftingRequest
-from ddtree.server.service import Service
-from ddtree.server.serving import Serving
 from ddtree.server.sse import DESCRIBED, EventStream, data
+from ddtree.server.state import Serving
+from ddtree.server.worker import Service
 
 STATE_EVERY = 1.0
 """Seconds between two states in the stream of events."""

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddtree.params import SamplingParams
-from ddtree.results import Result
-from ddtree.sampling import TokenLogprobs
+from ddtree.engine.sequence import Result
+from ddtree.sampling.params import SamplingParams
+from ddtree.sampling.sampler import TokenLogprobs
 from ddtree.server.events import Event
 from ddtree.server.inbox import Inbox
 from ddtree.server.limits import ClosingError
-from ddtree.server.service import Asked, Service
 from ddtree.server.sse import PATIENCE
+from ddtree.server.worker import Asked, Service
 
 
 @dataclass

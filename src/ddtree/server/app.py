@@ -11,11 +11,17 @@ from starlette.middleware.cors import CORSMiddleware
 import ddtree
 from ddtree.errors import DDTreeError
 from ddtree.server import admin, chat, completions, pages, system
-from ddtree.server.protocol import ApiError, api_error, validation_error
-from ddtree.server.schemas import ChatRequest, CompletionRequest, DraftingRequest, ErrorBody, TokenizeRequest
+from ddtree.server.http import ApiError, api_error, validation_error
+from ddtree.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DraftingRequest,
+    ErrorBody,
+    TokenizeRequest,
+)
 from ddtree.server.security import BodyLimit, Gate
-from ddtree.server.service import Service
-from ddtree.server.serving import Serving, Settings
+from ddtree.server.state import Serving, Settings
+from ddtree.server.worker import Service
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ddtree.errors import ConfigError
-from ddtree.params import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.server import parameters, unsupported
 from ddtree.server.answers import Answers
-from ddtree.server.protocol import ApiError
+from ddtree.server.http import ApiError
 from ddtree.server.schemas import Generation
-from ddtree.server.serving import Serving
+from ddtree.server.state import Serving
 
 
 def check(serving: Serving, body: Generation, prompts: int = 1) -> None:

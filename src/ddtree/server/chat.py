@@ -10,13 +10,13 @@ from ddtree.server import parameters
 from ddtree.server.answers import Answer
 from ddtree.server.asking import ask, check
 from ddtree.server.events import Event
+from ddtree.server.http import ApiError
 from ddtree.server.logprobs import of_chat
 from ddtree.server.messages import encode_chat
-from ddtree.server.protocol import ApiError
-from ddtree.server.replies import Reply, answer
+from ddtree.server.openai import Reply, answer
 from ddtree.server.schemas import ChatRequest
-from ddtree.server.serving import Serving
 from ddtree.server.sse import DESCRIBED
+from ddtree.server.state import Serving
 
 router = APIRouter()
 

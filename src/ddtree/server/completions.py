@@ -11,12 +11,12 @@ from ddtree.server import parameters
 from ddtree.server.answers import Answer, Answers
 from ddtree.server.asking import ask, check
 from ddtree.server.events import Event
+from ddtree.server.http import ApiError
 from ddtree.server.logprobs import CompletionLogprobs, joined, of_prompt
-from ddtree.server.protocol import ApiError
-from ddtree.server.replies import Reply, answer
+from ddtree.server.openai import Reply, answer
 from ddtree.server.schemas import CompletionRequest
-from ddtree.server.serving import Serving
 from ddtree.server.sse import DESCRIBED
+from ddtree.server.state import Serving
 
 MAX_TOKENS = 16
 """Tokens of an answer where the request says nothing: OpenAI's."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ddtree.server.protocol import ApiError, dumps
+from ddtree.server.http import ApiError, dumps
 
 HEAD_PATIENCE = 30.0
 """Seconds that the head of a request may take to come."""

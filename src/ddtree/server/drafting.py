@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from ddtree.checks import suggestion
+from ddtree.engine.planner import suggestion
 from ddtree.errors import ConfigError
 from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH

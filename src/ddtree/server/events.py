@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddtree.results import Result
-from ddtree.sampling import TokenLogprobs
+from ddtree.engine.sequence import Result
+from ddtree.sampling.sampler import TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import Any
 
-from ddtree.sampling import TokenLogprobs
+from ddtree.sampling.sampler import TokenLogprobs
 from ddtree.server.tokens import TokenTexts
 
 _LOWEST = -9999.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddtree import prompts
-from ddtree.server.protocol import ApiError
+from ddtree.server.http import ApiError
 from ddtree.server.schemas import ChatMessage, ChatRequest, TokenizeRequest
 from ddtree.server.unsupported import refuse_message, refuse_part, refuse_template_arguments
 

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from ddtree.tree import MAX_DEPTH
 
 if TYPE_CHECKING:
-    from ddtree.engine import Round
+    from ddtree.engine.engine import Round
     from ddtree.stats import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

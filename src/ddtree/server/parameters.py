@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ddtree.noise import MAX_SEED
-from ddtree.params import MAX_TOKEN, SamplingParams
-from ddtree.server.protocol import ApiError
+from ddtree.engine.detokenizer import bad_word_ids
+from ddtree.sampling.noise import MAX_SEED
+from ddtree.sampling.params import MAX_TOKEN, SamplingParams
+from ddtree.server.http import ApiError
 from ddtree.server.schemas import Generation
-from ddtree.text import bad_word_ids
 
 MAX_LOGPROBS = 20
 _MODELS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ddtree.server.tokens import TokenTexts
 
 if TYPE_CHECKING:
-    from ddtree.engine import Round
+    from ddtree.engine.engine import Round
 
 Watcher = Callable[[dict[str, Any]], None]
 _EVERY = 0.05  # seconds between two reports

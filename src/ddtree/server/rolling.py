@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ddtree.tree import MAX_DEPTH
 
 if TYPE_CHECKING:
-    from ddtree.engine import Round
+    from ddtree.engine.engine import Round
 
 _SECONDS = 10.0
 _ROUNDS = 4096  # most rounds that are kept of that time

@@ -12,7 +12,7 @@ from contextlib import suppress
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ddtree.server.protocol import ApiError
+from ddtree.server.http import ApiError
 
 OPEN = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key; besides, the files of the dashboard's page."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ddtree.server.protocol import dumps
+from ddtree.server.http import dumps
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ from fastapi.responses import PlainTextResponse
 
 import ddtree
 from ddtree import prompts
+from ddtree.server.http import ApiError, json_response
 from ddtree.server.messages import encode_chat
 from ddtree.server.metrics import CONTENT_TYPE
-from ddtree.server.protocol import ApiError, json_response
 from ddtree.server.schemas import DetokenizeRequest, TokenizeRequest
-from ddtree.server.serving import Serving
+from ddtree.server.state import Serving
 
 router = APIRouter()
 

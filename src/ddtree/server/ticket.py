@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddtree.results import Result
-from ddtree.sequence import Sequence
+from ddtree.engine.sequence import Result, Sequence
 from ddtree.server.events import Event
 
 

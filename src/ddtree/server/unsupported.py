@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ddtree.server.protocol import ApiError
+from ddtree.server.http import ApiError
 from ddtree.server.schemas import ChatMessage, ChatRequest, Generation
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.train.data import Corpus
 
 GROUP = 8
@@ -223,3 +224,98 @@ def _rounded(value: int, multiple: int) -> int:
 
 def _generator(seed: int, purpose: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed * 4 + purpose, number]))
+
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A blocks of size b in each of C conversations, whose context is their first S positions.
+
+    Attributes:
+        tokens: int64 [C, A * b], each block its anchor token, given tokens if any, and mask tokens.
+        positions: int64 [C, A * b].
+        labels: int64 [C, A, b - 1], the tokens that follow each anchor; IGNORED where nothing is to be predicted:
+            given slots, slots beyond the conversation's end, and blocks that are not there.
+        inside: bool [C, A, b - 1], which of those slots lie within the conversation, of blocks that are there.
+        known: int64 [C, A], given tokens beside the anchor.
+        group: g, blocks that attention runs over together; a divisor of A.
+        mask: bool [C * A / g, g * b, S + g * b], which keys each query of a group sees: context, then its slots.
+        context: S.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    inside: Tensor
+    known: Tensor
+    group: int
+    mask: Tensor
+    context: int
+
+
+def pack(batch: Batch, block: int, mask_id: int) -> Blocks:
+    """The blocks of a batch, made on its device.
+
+    Args:
+        batch: conversations and anchors.
+        block: block size b, anchor included.
+        mask_id: token id of the masked slots.
+    """
+    tokens, anchors = batch.tokens, batch.anchors
+    there = batch.known >= 0
+    group = anchors.shape[1] if anchors.shape[1] % GROUP else GROUP
+    offsets = torch.arange(block, device=tokens.device)
+    positions = anchors[..., None] + offsets
+    text = tokens.gather(1, positions.clamp(max=tokens.shape[1] - 1).flatten(1)).view_as(positions)
+    given = offsets <= batch.known.clamp(min=0)[..., None]
+    inside = (positions < batch.lengths[:, None, None]) & there[..., None]
+    return Blocks(
+        tokens=torch.where(given, text, mask_id).flatten(1),
+        positions=positions.flatten(1),
+        labels=torch.where(inside & ~given, text, IGNORED)[..., 1:],
+        inside=inside[..., 1:],
+        known=batch.known.clamp(min=0),
+        group=group,
+        mask=packed_mask(anchors.view(-1, group), block, batch.context),
+        context=batch.context,
+    )
+
+
+def packed_mask(anchors: Tensor, block: int, context: int) -> Tensor:
+    """Bool [C, A * b, context + A * b] of anchors [C, A]: a query sees the context before its anchor and its block."""
+    of_query = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
+    sees_context = torch.arange(context, device=anchors.device) < anchors[:, of_query, None]
+    sees_block = (of_query[:, None] == of_query).expand(len(anchors), -1, -1)
+    return torch.cat([sees_context, sees_block], dim=2)
+
+
+def block_states(net: DFlashNet, embedding: Tensor, batch: Batch, features: Tensor) -> tuple[Tensor, Blocks]:
+    """States [C, A, b - 1, H], before the final norm, of the slots that predict, and the blocks they belong to.
+
+    The drafter's weights are float32, on the device of the target's embedding; where that is in half precision, the
+    drafter computes in bfloat16.
+
+    Args:
+        net: the drafter.
+        embedding: [V, H], the target's.
+        batch: conversations and anchors, on the device.
+        features: [C, n, F, H], outputs of the target's feature layers.
+    """
+    blocks = pack(batch, net.config.block_size, net.config.mask_token_id)
+    low = embedding.dtype != torch.float32
+    groups, size = blocks.mask.shape[:2]
+    x = net.embed(embedding, blocks.tokens.view(groups, size)).to(torch.bfloat16 if low else torch.float32)
+    with autocast(embedding):
+        context = net.context(features[:, : blocks.context].flatten(2).to(x))
+        places = torch.arange(blocks.context, device=x.device).expand(len(context), -1)
+        states = net(x, blocks.positions.view(groups, size), context, places, blocks.mask)
+    slots = states.view(len(context), -1, net.config.block_size, states.shape[-1])
+    return slots[:, :, 1:].contiguous(), blocks
+
+
+def autocast(embedding: Tensor) -> torch.autocast:
+    """Mixed precision where the target is in half precision, and none where it is in single."""
+    low = embedding.dtype != torch.float32
+    return torch.autocast(embedding.device.type, torch.bfloat16, enabled=low)

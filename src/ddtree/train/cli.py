@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from ddtree.pretrained import choose_device, load_causal_lm
+from ddtree.model.pretrained import choose_device, load_causal_lm
+from ddtree.model.target import Target
 from ddtree.progress import ProgressLine
-from ddtree.target import Target
 from ddtree.train import export as exporting
-from ddtree.train import figures, fit_heads, fitting
+from ddtree.train import steps as jobs
 from ddtree.train import synthesize as synthesizing
 from ddtree.train.data import Corpus
-from ddtree.train.group import Group, fsdp_asked, local_device
+from ddtree.train.distributed import Group, fsdp_asked, local_device
+from ddtree.train.export import plot
+from ddtree.train.fsdp import alone, shard_target
 from ddtree.train.initial import feature_layers
-from ddtree.train.plot import plot
-from ddtree.train.sharding import alone, shard_target
 
 STEPS = ("synthesize", "features", "fit", "heads", "evaluate", "export", "plot")
 _WITHOUT_TARGET = {"export", "plot"}
@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "accelerate launch",
     )
     synthesizing.add_arguments(parser)
-    fitting.add_arguments(parser)
-    fit_heads.add_arguments(parser)
-    figures.add_arguments(parser)
+    jobs.add_arguments(parser)
+    jobs.add_head_arguments(parser)
+    jobs.add_figure_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,13 +96,13 @@ def _step(step: str, args: argparse.Namespace, target: Target | None, group: Gro
         synthesize(args, target)
     elif step == "features":
         corpus = Corpus(args.work / "answers")
-        fitting.store_features(corpus, target, feature_layers(target, args.draft_layers))
+        jobs.store_features(corpus, target, feature_layers(target, args.draft_layers))
     elif step == "fit":
-        fitting.fit(args, target, group)
+        jobs.fit(args, target, group)
     elif step == "heads":
-        fit_heads.fit_heads(args, target, group)
+        jobs.fit_heads(args, target, group)
     else:
-        figures.evaluate(args, target)
+        jobs.evaluate(args, target)
 
 
 def synthesize(args: argparse.Namespace, target: Target) -> None:

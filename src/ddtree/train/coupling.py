@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from ddtree.drafters import DraftRow
-from ddtree.drafters.block import View
-from ddtree.drafters.dflash import DFlash
-from ddtree.drafters.domino import Domino
-from ddtree.drafters.firstorder import FirstOrder
-from ddtree.engine import Engine
+from ddtree.drafters.dflash.backbone import View
+from ddtree.drafters.dflash.domino import Domino
+from ddtree.drafters.dflash.drafter import DFlash
+from ddtree.drafters.dflash.first_order import FirstOrder
+from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
-from ddtree.noise import PLAIN
-from ddtree.sampling import GREEDY_BELOW, SamplingParams
-from ddtree.target import Target
+from ddtree.model.target import Target
+from ddtree.sampling.noise import PLAIN
+from ddtree.sampling.sampler import GREEDY_BELOW, SamplingParams
 
 
 @dataclass(frozen=True)

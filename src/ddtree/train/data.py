@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree.errors import CheckpointError, ConfigError
-from ddtree.target import Target
-from ddtree.train.teacher import Teacher
-from ddtree.train.whole import written_whole
+from ddtree.model.target import Target
+from ddtree.train.features import Teacher
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file to write in place of `path`, which it becomes in one step: after a kill that is the old one or the new."""
+    partial = path.with_name(f"{path.name}.partial")
+    yield partial
+    os.replace(partial, path)
+
 
 _NOTE = "features.json"
 _PASS_TOKENS = {"cpu": 1024}  # of one teacher pass, padding included: on a CPU what stays in its caches

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ddtree.drafters import Drafter, DraftRow
-from ddtree.noise import Noise
-from ddtree.rows import drop_row
+from ddtree.model.kv_cache import drop_row
+from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
 from ddtree.train.data import Example
 from ddtree.tree import MAX_DEPTH, walk

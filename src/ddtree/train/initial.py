@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddtree.drafters.dflash_net import DFlashConfig, DFlashNet
+from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet
 from ddtree.errors import ConfigError
-from ddtree.target import Target
+from ddtree.model.target import Target
 from ddtree.train.data import Corpus, Example
-from ddtree.train.sharding import whole
+from ddtree.train.fsdp import whole
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")

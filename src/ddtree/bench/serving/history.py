@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
+from ddtree.bench.report import Table
 from ddtree.bench.serving.answer import Answer
 from ddtree.bench.serving.endpoint import Endpoint, EndpointError, Message
 from ddtree.bench.serving.jobs import salt
-from ddtree.bench.table import Table
 
 _TRIES = 5
 _NEAR = 0.02

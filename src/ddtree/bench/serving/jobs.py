@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice, pairwise
 from typing import Any
 
-from ddtree.bench.prompts import BenchPrompt
+from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.serving.arrivals import Load
 from ddtree.bench.serving.settings import Setting
 from ddtree.errors import ConfigError

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddtree.bench.report import Table
 from ddtree.bench.serving.figures import MEASURES, PERCENTILES, Group, Limits, agreement, groups
 from ddtree.bench.serving.runner import Block
-from ddtree.bench.table import Table
 from ddtree.errors import ConfigError
 
 _NAMES = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree.bench.prompts import BenchPrompt
+from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.serving.answer import Answer
 from ddtree.bench.serving.counters import Counters
 from ddtree.bench.serving.endpoint import Endpoint, EndpointError, Message

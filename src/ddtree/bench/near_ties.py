@@ -1,0 +1,118 @@
+"""Where two texts of the same request part: was it a near-tie in the target's own arithmetic?
+
+A forward pass over another number of tokens may add up in another order. In bfloat16 that can flip a choice
+between two scores that lie closer than the difference it makes. Any wider gap means a defect, and is told
+apart here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddtree.model.kv_cache import KVCache
+from ddtree.model.target import Target
+from ddtree.sampling.noise import Noise
+from ddtree.tree import DraftTree
+
+_WINDOW = 48  # positions over which the noise of the forward pass is measured
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The first difference of two texts.
+
+    Attributes:
+        index: of the first output token that differs.
+        tokens: what each text has there.
+        gap: between the scores of the two tokens, the smaller of those found with two shapes of the forward.
+        noise: the most that the gap between the two best scores changed from one shape to the other, over the
+            last positions up to there; at least the distance of neighbouring logits in the target's dtype.
+    """
+
+    index: int
+    tokens: tuple[int, int]
+    gap: float
+    noise: float
+
+    @property
+    def near_tie(self) -> bool:
+        return self.gap <= self.noise
+
+
+def first_flip(
+    target: Target,
+    prompt: list[int],
+    one: list[int],
+    other: list[int],
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Flip | None:
+    """Find and measure the first difference of two outputs of `prompt`; None when they are the same.
+
+    Knows plain sampling only: temperature and seed, no filters or penalties. Where one output is the start
+    of the other, no choice parts them: the gap is then infinite.
+    """
+    index = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    if index is None:
+        if len(one) == len(other):
+            return None
+        return Flip(min(len(one), len(other)), (-1, -1), float("inf"), 0.0)
+    prefix = prompt + one[:index]
+    size = min(_WINDOW, len(prefix) - 1)
+    shapes = _one_at_a_time(target, prefix, size), _at_once(target, prefix, size)
+    best = shapes[0].topk(2, dim=-1).indices
+    noise = (_gaps(shapes[0], best) - _gaps(shapes[1], best)).abs().max()
+    pair = torch.tensor([[one[index], other[index]]], device=best.device)
+    noise = noise.clamp(min=_spacing(float(shapes[0][-1, pair].abs().max()), target.dtype))
+    gaps = torch.stack([_gaps(shape[-1:], pair)[0] for shape in shapes])
+    scale = 1.0
+    if temperature > 0:
+        scale = temperature
+        noise_there = Noise(seed, target.vocab_size, target.device).gumbel(len(prefix), pair[0])
+        gaps = gaps + temperature * (noise_there[0] - noise_there[1])
+    return Flip(index, (one[index], other[index]), float(gaps.abs().min()) / scale, float(noise) / scale)
+
+
+def _spacing(value: float, dtype: torch.dtype) -> float:
+    """Distance from a positive value to the next one that the dtype can hold."""
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(value)) if value else 0.0
+
+
+def _gaps(logits: Tensor, pairs: Tensor) -> Tensor:
+    scores = logits.gather(-1, pairs)
+    return scores[:, 0] - scores[:, 1]
+
+
+def _prefilled(target: Target, tokens: list[int]) -> KVCache:
+    cache = target.new_cache()
+    row = cache.add_row()
+    for _ in target.prefill(cache, row, tokens):
+        pass
+    return cache
+
+
+@torch.inference_mode()
+def _one_at_a_time(target: Target, tokens: list[int], size: int) -> Tensor:
+    """Logits float32 [size, V] of the last `size` tokens, as decoding without drafts computes them."""
+    cache = _prefilled(target, tokens[:-size])
+    found = []
+    for token in tokens[-size:]:
+        forward = target.verify(cache, DraftTree.root([token], target.device))
+        cache.commit([[0]])
+        assert forward.logits is not None
+        found.append(forward.logits[0, 0].float())
+    return torch.stack(found)
+
+
+@torch.inference_mode()
+def _at_once(target: Target, tokens: list[int], size: int) -> Tensor:
+    """The same logits out of one forward pass over all of those tokens."""
+    cache = _prefilled(target, tokens[:-size])
+    ids = torch.tensor([tokens[-size:]], device=target.device)
+    forward = target.extend(cache, ids, torch.arange(size, device=target.device)[None], None)
+    assert forward.logits is not None
+    return forward.logits[0].float()

@@ -1,0 +1,1 @@
+"""Draft with block-diffusion networks: DFlash, DDTree, and the heads on them."""

@@ -1,0 +1,309 @@
+"""A DFlash network at work: the context of every row, and states of blocks after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ddtree.drafters import DraftRow
+from ddtree.drafters.dflash.heads import Head
+from ddtree.drafters.dflash.network import DFlashNet
+from ddtree.model.kv_cache import Holding, KVCache, drop_row
+from ddtree.model.target import Target
+from ddtree.sampling.noise import PLAIN, check_coupling, couple
+from ddtree.tree import MAX_DEPTH
+
+# More new tokens than this are a prompt's, and are projected at once: their features are large. Fewer wait until a
+# block is wanted, so that a backbone that is not asked for a while costs next to nothing.
+_AT_ONCE = 128
+
+
+class Backbone:
+    """A DFlash network (arXiv 2602.06036) over each row's committed tokens; what drafters and their heads stand on.
+
+    The context cache holds committed tokens only: keys and values of the target's features, never of drafts. A
+    round's features are kept until the next block, which projects those of all rows in one pass. A backbone is a
+    `ddtree.drafters.heads.Trunk`.
+
+    Args:
+        network: the draft network; moved to the target's device and dtype.
+        target: gives embedding and head.
+        draft_ids: int64 [Vd], the target's ids of a reduced draft vocabulary; None for the whole.
+        head: own weights [Vd, H] in place of the target's head.
+        embedding: own weights [V, H] in place of the target's input embedding.
+        mask_embedding: own embedding [H] of the masked slots.
+
+    Attributes:
+        size: Vd, tokens of the draft vocabulary.
+        depth: most tokens that a block predicts.
+    """
+
+    def __init__(
+        self,
+        network: DFlashNet,
+        target: Target,
+        *,
+        draft_ids: Tensor | None = None,
+        head: Tensor | None = None,
+        embedding: Tensor | None = None,
+        mask_embedding: Tensor | None = None,
+    ) -> None:
+        config = network.config
+        self.device, self.dtype = target.device, target.dtype
+        self.network = network.to(self.device, self.dtype).eval()
+        self.feature_layers = tuple(config.target_layer_ids)
+        self.depth = min(config.depth, MAX_DEPTH)
+        self.draft_ids = None if draft_ids is None else draft_ids.to(self.device)
+        self.size = target.vocab_size if self.draft_ids is None else len(self.draft_ids)
+        self._index: Tensor | None = None
+        if self.draft_ids is not None:
+            self._index = torch.full((target.vocab_size,), -1, device=self.device)
+            self._index[self.draft_ids] = torch.arange(self.size, device=self.device)
+        self._embedding = cast(Tensor, target.embed.weight)
+        if embedding is not None:
+            self._embedding = embedding.to(self.device, self.dtype)
+        self._mask_embedding = None if mask_embedding is None else mask_embedding.to(self.device, self.dtype)
+        self._head: Callable[[Tensor], Tensor] = target.head
+        if head is not None or self.draft_ids is not None:
+            self._head = _linear(target, self.draft_ids, head)
+        self._cache = KVCache(target.max_context + config.block_size, config.num_hidden_layers)
+        self._unread: list[list[Tensor]] = []
+
+    @property
+    def rows(self) -> int:
+        return len(self._unread)
+
+    def add_row(self) -> None:
+        self._cache.add_row()
+        self._unread.append([])
+
+    def drop_row(self, row: int) -> None:
+        self._cache.drop_row(row)
+        drop_row(self._unread, row)
+
+    def holding(self, blocks: int = 1) -> Holding:
+        """What the context can come to, beside as many blocks a row, and the features that wait for the next block."""
+        config, most = self.network.config, self._cache.max_tokens - self.network.config.block_size
+        states = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        features = len(config.target_layer_ids) * config.hidden_size
+        size = self.dtype.itemsize
+        # Columns are as wide as the longest row with the most that any row has unread, or with the blocks.
+        spare = max(_AT_ONCE, blocks * config.block_size)
+        return Holding(self._cache, lambda: states * size, spare, most, row=_AT_ONCE * features * size)
+
+    @torch.inference_mode()
+    def observe(self, row: int, features: Tensor | None) -> None:
+        """Take the features [n, F * H] of tokens newly committed to a row."""
+        assert features is not None, "DFlash drafts from target features"
+        self._unread[row].append(features.to(self.device, self.dtype))
+        if sum(map(len, self._unread[row])) > _AT_ONCE:
+            self._read(row, row + 1)
+
+    def states(self, bonus: list[int], depth: int) -> Tensor:
+        """States [R, depth, H], before the final norm, of the slots after each row's context and bonus token."""
+        config = self.network.config
+        tokens = torch.full((len(bonus), 1, config.block_size), config.mask_token_id, device=self.device)
+        tokens[:, 0, 0] = torch.tensor(bonus, device=self.device)
+        return self._states(tokens, None, depth)[:, 0]
+
+    @torch.inference_mode()
+    def branches(self, known: Tensor, counts: Tensor, depth: int) -> Tensor:
+        """States of several blocks a row, whose first tokens are given, in one pass; the blocks do not see each other.
+
+        Args:
+            known: int64 [R, K, n], n up to the block size; each block begins with the row's bonus token.
+            counts: int64 [R, K], how many of a block's tokens are given, 1..n; the other slots are masked ones.
+            depth: how many slots are wanted.
+
+        Returns:
+            [R, K, depth, H], before the final norm, of the slots that predict depths 1..depth.
+        """
+        config, (rows, blocks, given) = self.network.config, known.shape
+        tokens = torch.full((rows, blocks, config.block_size), config.mask_token_id, device=self.device)
+        tokens[:, :, :given] = known
+        masked = torch.arange(config.block_size, device=self.device) >= counts[..., None]
+        return self._states(tokens.masked_fill_(masked, config.mask_token_id), masked, depth)
+
+    @torch.inference_mode()
+    def _states(self, tokens: Tensor, masked: Tensor | None, depth: int) -> Tensor:
+        """As `branches`, of blocks int64 [R, K, block size]; `masked` None: of each, all slots but the first."""
+        config, (rows, blocks, size) = self.network.config, tokens.shape
+        self._read(0, rows)
+        slots = self.network.embed(self._embedding, tokens)
+        if self._mask_embedding is not None:
+            if masked is None:
+                slots[:, :, 1:] = self._mask_embedding
+            else:
+                slots = torch.where(masked[..., None], self._mask_embedding, slots)
+        positions = self._positions(0, rows, size)
+        if blocks > 1:
+            positions = positions.repeat(1, blocks)
+        # The blocks' columns are never committed: the next ones overwrite them.
+        width = self._cache.open(0, rows, blocks * size)
+        columns, mask = self._visible(rows, blocks, size, width)
+        states = self.network.block(slots.flatten(1, 2), positions, self._cache, columns, mask)
+        first = config.first_slot
+        return states.view(rows, blocks, size, -1)[:, :, first : first + depth].contiguous()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.network.embed(self._embedding, tokens)
+
+    def norm(self, states: Tensor) -> Tensor:
+        return self.network.norm(states)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return self.network.logits(self._head(normed))
+
+    def index(self, tokens: Tensor) -> Tensor:
+        return tokens if self._index is None else self._index[tokens]
+
+    def tokens(self, index: Tensor) -> Tensor:
+        return index if self.draft_ids is None else self.draft_ids[index]
+
+    def _visible(self, rows: int, blocks: int, size: int, width: int) -> tuple[Tensor, Tensor | None]:
+        """Positions [R, L] of the key columns, and which of them each slot sees [R, blocks * size, L] (None: all)."""
+        columns = torch.arange(width, device=self.device).expand(rows, width)
+        lengths = self._cache.lengths
+        if blocks == 1 and min(lengths) == max(lengths):
+            return columns, None
+        offsets = columns - torch.tensor(lengths, device=self.device)[:, None]
+        inside = (offsets >= 0) & (offsets < blocks * size)
+        of_slot = torch.arange(blocks, device=self.device).repeat_interleave(size)
+        own = inside[:, None] & (offsets.div(size, rounding_mode="floor")[:, None] == of_slot[None, :, None])
+        positions = torch.where(offsets < 0, columns, columns - offsets + offsets % size)
+        return positions, (offsets < 0)[:, None] | own
+
+    def _read(self, start: int, stop: int) -> None:
+        """Project the features kept for rows start..stop-1 and append their keys and values to the context."""
+        counts = [sum(map(len, parts)) for parts in self._unread[start:stop]]
+        most = max(counts)
+        if most == 0:
+            return
+        own = [torch.cat(parts) if parts else self._no_features() for parts in self._unread[start:stop]]
+        features = own[0][None] if len(own) == 1 else pad_sequence(own, batch_first=True)
+        positions = self._positions(start, stop, most)
+        self._cache.open(start, stop, most)
+        self.network.inject(self.network.context(features), positions, self._cache)
+        self._cache.advance()
+        self._cache.commit([list(range(count)) for count in counts])
+        self._unread[start:stop] = [[] for _ in counts]
+
+    def _positions(self, start: int, stop: int, count: int) -> Tensor:
+        """int64 [stop - start, count], from each row's committed length on."""
+        lengths = torch.tensor(self._cache.lengths[start:stop], device=self.device)
+        return lengths[:, None] + torch.arange(count, device=self.device)
+
+    def _no_features(self) -> Tensor:
+        weight = self.network.fc.weight
+        return weight.new_zeros((0, weight.shape[1]))
+
+
+def _linear(target: Target, draft_ids: Tensor | None, own: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """A head of its own weights, or of the target's rows of the draft vocabulary."""
+    if own is not None:
+        weight, bias = own.to(target.device, target.dtype), None
+    else:
+        weight, bias = cast(Tensor, target.head.weight)[draft_ids], getattr(target.head, "bias", None)
+        bias = None if bias is None else bias[draft_ids]
+    return lambda hidden: torch.nn.functional.linear(hidden, weight, bias)
+
+
+View = Callable[[Tensor], Tensor]
+"""int64 [n] -> float32 [n, Vd]: log-probabilities of depths 1..n after the tokens given, the bonus token first."""
+
+
+class BlockDrafter:
+    """A drafter whose rows are a backbone's.
+
+    Args:
+        backbone: the network over the rows' contexts.
+        name: the drafter's.
+        coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
+
+    Raises:
+        ConfigError: beta or kappa is out of range.
+    """
+
+    def __init__(self, backbone: Backbone, name: str, coupling: tuple[float, float] = PLAIN) -> None:
+        check_coupling(*coupling)
+        self.backbone = backbone
+        self.name = name
+        self.coupling = coupling
+        self.feature_layers = backbone.feature_layers
+        self.max_depth = backbone.depth
+
+    def add_row(self) -> None:
+        self.backbone.add_row()
+
+    def drop_row(self, row: int) -> None:
+        self.backbone.drop_row(row)
+
+    def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
+        self.backbone.observe(row, features)
+
+    def holdings(self) -> list[Holding]:
+        return [self.backbone.holding()]
+
+    def couples(self, row: DraftRow) -> bool:
+        """Whether a row is drafted for under its noise."""
+        return self.coupling != PLAIN and row.noise is not None and row.depth > 0
+
+    def couple(self, row: DraftRow, logprobs: Tensor) -> None:
+        """Replace a row's log-probabilities [..., L, Vd] of depths 1..L by its chances under the noise.
+
+        The target picks argmax(log p / T + g), which is argmax(log p + T * g): in that form the drafter's error, and
+        so the fitted kappa, do not depend on the temperature.
+        """
+        if self.couples(row):
+            beta, kappa = self.coupling
+            own = logprobs[..., : row.depth, :]
+            own.copy_(couple(own, self.noise(row, own.shape[-2]), beta * row.temperature, kappa))
+
+    def noise(self, row: DraftRow, depth: int) -> Tensor:
+        """A sampling row's noise float32 [depth, Vd] at the positions of depths 1..depth, of the draft vocabulary."""
+        assert row.noise is not None
+        # Whole rows are drawn, because verification reads the same ones.
+        full = [row.noise.gumbel(len(row.tokens) + place) for place in range(depth)]
+        ids = self.backbone.draft_ids
+        return torch.stack(full if ids is None else [own[ids] for own in full])
+
+
+class HeadDrafter(BlockDrafter):
+    """A drafter with a head on its backbone, which is moved to the backbone's device and dtype.
+
+    Attributes:
+        trace: called with each row and the head's view of any path, before coupling: also of the one then accepted.
+    """
+
+    def __init__(
+        self, backbone: Backbone, head: Head, name: str | None, coupling: tuple[float, float] = PLAIN
+    ) -> None:
+        super().__init__(backbone, head.kind if name is None else name, coupling)
+        head.to(backbone.device, backbone.dtype).eval()
+        self.trace: Callable[[DraftRow, View], None] | None = None
+
+    def tell(self, head: Head, rows: list[DraftRow], states: Tensor) -> None:
+        """Call `trace` with each row and the view of its states [R, L, H]."""
+        if self.trace is not None:
+            for row, own in zip(rows, states, strict=True):
+                self.trace(row, self._view(head, own))
+
+    def _view(self, head: Head, states: Tensor) -> View:
+
+        def logprobs(previous: Tensor) -> Tensor:
+            own = states[None, : len(previous)]
+            with torch.inference_mode():
+                return head(self.backbone, own, previous[None].to(own.device))[0].log_softmax(dim=-1)
+
+        return logprobs
+
+
+def width_of(row: DraftRow) -> int:
+    """Candidates that a row's tree can use at a depth."""
+    if row.depth == 0 or row.budget == 0:
+        return 0
+    return 1 if row.chain else row.budget

@@ -1,0 +1,346 @@
+"""Reading a DFlash drafter's config.json, in the layouts that are published.
+
+z-lab and SpecForge put a Qwen3 config at the top, with the drafter's own keys beside it or inside `dflash_config`;
+speculators puts the Qwen3 config into `transformer_layer_config` and counts feature layers from 1. What would change
+the drafter's output and is not known here is refused by name: such checkpoints would load and then accept nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree.drafters.dflash.network import DFlashConfig
+from ddtree.errors import CheckpointError
+
+SPECULATORS = "speculators"
+Z_LAB = "z-lab"
+_DEFAULT_BLOCK = 16
+_MOST_LAYERS = 256
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_NOT_DFLASH = "the drafters known here are DFlash's, with z-lab's, SpecForge's or speculators' config.json"
+# What a checkpoint of each successor calls itself, in `projector_type`, in its class name or in speculators' type.
+_SUCCESSORS = {
+    "domino": "Domino",
+    "causal_v5": "Domino",
+    "dspark": "DSpark",
+    "dflash2": "DFlash2",
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "treeflash": "TreeFlash",
+    "jetspec": "JetSpec",
+    "mtp": "MTP",
+}
+# Successors that are DFlash with a head known here, and the head's kind.
+_CORRECTIONS = {"Domino": "domino", "DSpark": "markov", "TreeFlash": "treeflash"}
+# Settings of successors' heads, present in their configs only.
+_SUCCESSOR_KEYS = {
+    "markov_rank": "DSpark",
+    "markov_head_type": "DSpark",
+    "selector_rank": "DFlash2",
+    "conv_kernel_size": "DFlash2",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a config.json says.
+
+    Attributes:
+        name: "z-lab" (SpecForge's is the same) or "speculators".
+        config: the network's.
+        draft_vocab_size: tokens of a reduced draft vocabulary; None for the target's.
+        vocabulary_file: file in the same folder that lists them, in checkpoints written here.
+        coupling: (beta, kappa) of noise-coupled drafting; (0, 1) where none was fitted.
+        correction: kind of the head that the drafter is trained with; None for DFlash itself.
+    """
+
+    name: str
+    config: DFlashConfig
+    draft_vocab_size: int | None
+    vocabulary_file: str | None
+    coupling: tuple[float, float]
+    correction: str | None = None
+
+
+def default_layer_ids(target_layers: int, features: int) -> tuple[int, ...]:
+    """The published choice of feature layers: spread over the target, short of its ends.
+
+    Raises:
+        CheckpointError: the target is too shallow for so many.
+    """
+    if features == 1:
+        return (target_layers // 2,)
+    ids = tuple(round(1 + i * (target_layers - 4) / (features - 1)) for i in range(features))
+    if target_layers < 4 or len(set(ids)) < features:
+        raise CheckpointError(
+            f"{features} feature layers do not fit a target of {target_layers} layers: name them in target_layer_ids"
+        )
+    return ids
+
+
+def parse(raw: dict[str, Any], heads: bool = False) -> Layout:
+    """The meaning of a config.json.
+
+    Args:
+        raw: its content.
+        heads: take DFlash with a head that is known here too, and say which in `Layout.correction`.
+
+    Raises:
+        CheckpointError: a key is missing or wrong, or the drafter is of a kind not known here; says which.
+    """
+    speculators = "transformer_layer_config" in raw or "speculators_model_type" in raw
+    backbone = _table(raw, "transformer_layer_config") if speculators else raw
+    own = {**raw, **{k: v for k, v in _table(raw, "dflash_config").items() if v is not None}}
+    named, correction = _check_kind(raw, own, heads)
+    layers = _whole(backbone, "num_hidden_layers", most=_MOST_LAYERS)
+    query_heads = _whole(backbone, "num_attention_heads")
+    key_heads = _whole(backbone, "num_key_value_heads", query_heads)
+    hidden = _whole(backbone, "hidden_size")
+    head_dim = _whole(backbone, "head_dim", hidden // query_heads)
+    if query_heads % key_heads or head_dim % 2:
+        raise CheckpointError(
+            f"{query_heads} attention heads with {key_heads} key heads of size {head_dim} do not fit together: the key "
+            "heads must divide the heads, and their size must be even"
+        )
+    vocab = _whole(backbone, "vocab_size")
+    targets = None if own.get("num_target_layers") is None else _whole(own, "num_target_layers")
+    block_size = _whole(own, "block_size", _DEFAULT_BLOCK, least=2)
+    windows, causal = _attention(raw, backbone, own, layers)
+    target_hidden = _whole(own, "target_hidden_size", hidden)
+    if target_hidden != hidden:
+        raise CheckpointError(
+            f"target_hidden_size={target_hidden} is not hidden_size={hidden}: DFlash uses the target's embedding and "
+            "head, so both must be the same"
+        )
+    config = DFlashConfig(
+        hidden_size=hidden,
+        intermediate_size=_whole(backbone, "intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=query_heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        block_size=block_size,
+        mask_token_id=_mask_token(own),
+        target_layer_ids=_layer_ids(own, speculators, targets, layers),
+        num_target_layers=targets,
+        rms_norm_eps=_number(backbone, "rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(backbone),
+        attention_bias=bool(backbone.get("attention_bias", False)),
+        max_position_embeddings=_whole(backbone, "max_position_embeddings", 40960),
+        windows=windows,
+        causal=causal,
+        sample_from_anchor=bool(own.get("sample_from_anchor", named == "DSpark") or own.get("shift_label")),
+        input_embedding_scale=_number(own, "input_embedding_scale", 1.0),
+        output_multiplier=_number(own, "output_multiplier", 1.0) * _number(own, "logit_scale", 1.0),
+        final_logit_softcapping=_number(own, "final_logit_softcapping", 0.0) or None,
+    )
+    reduced = _whole(own, "draft_vocab_size", vocab)
+    vocabulary = own.get("draft_vocabulary")
+    if not isinstance(vocabulary, str | None):
+        raise CheckpointError(f"draft_vocabulary={vocabulary!r} must name a file")
+    coupling = _table(own, "coupling")
+    beta, kappa = _number(coupling, "beta", 0.0), _number(coupling, "kappa", 1.0)
+    if beta < 0 or kappa <= 0:
+        raise CheckpointError(f"coupling {coupling!r} must have beta from 0 up and kappa above 0")
+    return Layout(
+        SPECULATORS if speculators else Z_LAB,
+        config,
+        None if reduced == vocab else reduced,
+        vocabulary,
+        (beta, kappa),
+        correction,
+    )
+
+
+def _check_kind(raw: dict[str, Any], own: dict[str, Any], heads: bool) -> tuple[str | None, str | None]:
+    """Refuse what is no DFlash drafter, or one with parts that are not known here.
+
+    Returns:
+        The successor that the drafter says it is, and the kind of its head.
+    """
+    listed = raw.get("architectures")
+    names = [str(name) for name in (listed if isinstance(listed, list) else [listed])]
+    kinds = [own.get("projector_type"), raw.get("speculators_model_type"), *names]
+    named = correction = None
+    for kind in kinds:
+        for mark, successor in _SUCCESSORS.items():
+            if kind and mark in str(kind).lower().replace("-", ""):
+                if not heads or successor not in _CORRECTIONS:
+                    raise _successor(successor, f"{kind!r}")
+                named, correction = successor, _CORRECTIONS[successor]
+    projector = own.get("projector_type")
+    if projector not in (None, "", "dflash") and named is None:
+        raise CheckpointError(f"projector_type {projector!r} is unknown: {_NOT_DFLASH}")
+    for key, successor in _SUCCESSOR_KEYS.items():
+        if own.get(key):
+            if not heads or successor not in _CORRECTIONS:
+                raise _successor(successor, f"{key}={own[key]!r}")
+            correction = _CORRECTIONS[successor]
+    known = named is not None or any("dflash" in str(kind).lower() for kind in kinds if kind)
+    if not known and not raw.get("dflash_config"):
+        raise CheckpointError(f"this is no DFlash drafter (architectures {names}): {_NOT_DFLASH}")
+    _check_head(own, correction)
+    refusals: dict[str, Callable[[Any], bool]] = {
+        "shift_label": lambda value: value and correction != "domino",
+        "attention_sink_bias": lambda value: value,
+        "add_swa_attention_sink_bias": lambda value: value,
+        "quantization_config": lambda value: value,
+        "is_neox_style": lambda value: value is False,
+    }
+    backbone = raw.get("transformer_layer_config") or {}
+    for key, refused in refusals.items():
+        value = own.get(key, backbone.get(key))
+        if refused(value):
+            raise CheckpointError(f"{key}={value!r} is not supported: use a drafter trained without it")
+    activation = backbone.get("hidden_act", raw.get("hidden_act", "silu"))
+    if activation != "silu":
+        raise CheckpointError(f"hidden_act={activation!r} is not supported: DFlash layers use silu")
+    return named, correction
+
+
+def _check_head(own: dict[str, Any], correction: str | None) -> None:
+    """Refuse the forms of a known head that are not."""
+    form = own.get("markov_head_type") or "vanilla"
+    if correction == "markov" and form != "vanilla":
+        raise CheckpointError(
+            f"markov_head_type={form!r} is not supported: use a drafter with a vanilla Markov head"
+        )
+    form = _table(own, "treeflash_config").get("ar_approximation", own.get("ar_approximation", "swiglu"))
+    if correction == "treeflash" and form != "swiglu":
+        raise CheckpointError(
+            f"ar_approximation={form!r} is not supported: use a TreeFlash drafter with swiglu"
+        )
+
+
+def _successor(name: str, mark: str) -> CheckpointError:
+    return CheckpointError(
+        f"this is a {name} drafter ({mark}), whose head is not supported: run as plain DFlash it would accept "
+        "almost nothing; use a DFlash checkpoint"
+    )
+
+
+def _layer_ids(own: dict[str, Any], speculators: bool, targets: int | None, layers: int) -> tuple[int, ...]:
+    key, shift = ("aux_hidden_state_layer_ids", 1) if speculators else ("target_layer_ids", 0)
+    ids = own.get(key)
+    if ids is None:
+        if targets is None:
+            raise CheckpointError(
+                f"config.json has neither {key} nor num_target_layers: one of them is needed"
+            )
+        return default_layer_ids(targets, layers)
+    if not isinstance(ids, list) or not ids or not all(_is_whole(i) and i >= shift for i in ids):
+        raise CheckpointError(f"{key}={ids!r} is not a list of layer numbers from {shift} up")
+    shifted = tuple(i - shift for i in ids)
+    if targets is not None and max(shifted) >= targets:
+        raise CheckpointError(f"{key}={ids!r} names layers beyond the target's {targets} (num_target_layers)")
+    return shifted
+
+
+def _attention(
+    raw: dict[str, Any], backbone: dict[str, Any], own: dict[str, Any], layers: int
+) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Window and causality of each layer, each empty when no layer has one.
+
+    Order of what decides causality (vLLM's): `is_causal`, then `dflash_config.causal`, then whether the layer slides.
+    """
+    window = own.get("swa_window_size")
+    if window is None and backbone.get("use_sliding_window"):
+        window = backbone.get("sliding_window")
+    kinds = backbone.get("layer_types")
+    if kinds is None:
+        full = (
+            _whole(backbone, "max_window_layers", layers, least=0)
+            if backbone.get("use_sliding_window")
+            else layers
+        )
+        kinds = [_FULL if i < full else _SLIDING for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (_FULL, _SLIDING) for k in kinds):
+        raise CheckpointError(
+            f"layer_types={kinds!r} must name full_attention or sliding_attention for each of the {layers} layers"
+        )
+    overridden = own.get("use_swa") and _SLIDING not in kinds
+    slides = [bool(overridden) or kind == _SLIDING for kind in kinds]
+    if any(slides) and (not isinstance(window, int) or window < 1):
+        raise CheckpointError(
+            f"the drafter has sliding layers, but its window is {window!r}: give sliding_window"
+        )
+    causal = [kind == _SLIDING for kind in kinds]
+    if raw.get("sliding_window_non_causal"):
+        causal = [False] * layers
+    for explicit in (own.get("causal"), raw.get("is_causal")):
+        if explicit is not None:
+            causal = [bool(explicit)] * layers
+    return (
+        tuple(window if slide else None for slide in slides) if any(slides) else (),
+        tuple(causal) if any(causal) else (),
+    )
+
+
+def _rope_theta(backbone: dict[str, Any]) -> float:
+    """The base of the rotary positions, from either spelling; anything but plain rotary positions is refused."""
+    parameters, scaling = _table(backbone, "rope_parameters"), _table(backbone, "rope_scaling")
+    for table in (parameters, scaling):
+        kind = table.get("rope_type", table.get("type", "default"))
+        if kind != "default":
+            raise CheckpointError(f"RoPE scaling {kind!r} is not supported: use a drafter with default RoPE")
+        if any(isinstance(value, dict) for value in table.values()):
+            raise CheckpointError(
+                "RoPE that differs between layers is not supported: use a drafter with one RoPE"
+            )
+        if table.get("mrope_section"):
+            raise CheckpointError("multimodal RoPE (mrope_section) is not supported: use a text drafter")
+    partial = parameters.get("partial_rotary_factor", backbone.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise CheckpointError(
+            f"partial_rotary_factor={partial!r} is not supported: use a drafter with full RoPE"
+        )
+    theta = _number({**backbone, **parameters}, "rope_theta", 0.0)
+    if theta <= 0:
+        raise CheckpointError("config.json has no rope_theta, at the top or in rope_parameters: add it")
+    return theta
+
+
+def _mask_token(own: dict[str, Any]) -> int:
+    if own.get("mask_token_id") is None:
+        raise CheckpointError("config.json has no mask_token_id, at the top or in dflash_config: add it")
+    return _whole(own, "mask_token_id", least=0)
+
+
+def _table(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    value = raw.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{key}={value!r} must be a table of settings")
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole(
+    raw: dict[str, Any], key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1
+) -> int:
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise CheckpointError(f"config.json has no {key}: add it")
+        return default
+    if not _is_whole(value) or value < least:
+        raise CheckpointError(f"{key}={value!r} must be a whole number from {least} up")
+    if value > most:
+        raise CheckpointError(f"{key}={value!r} is beyond {most}: config.json is damaged")
+    return value
+
+
+def _number(raw: dict[str, Any], key: str, default: float) -> float:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"{key}={value!r} must be a number")
+    return float(value)

@@ -1,0 +1,269 @@
+"""From token ids to text: streaming pieces that never change again, and stop strings."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ddtree.errors import ConfigError
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# A character has at most four bytes, so the tokens before the last four cannot change what follows.
+_CONTEXT = 4
+_WINDOW = 8
+
+
+class StopMatcher:
+    """Finds the stop string that is completed first in a text that comes in pieces, in time linear in it.
+
+    One Knuth-Morris-Pratt automaton a stop string. Of two strings completed by the same character the longer
+    is found, so the result does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._links = [_failure_links(stop) for stop in self._stops]
+        self.states = [0] * len(self._stops)
+
+    @property
+    def partial(self) -> int:
+        """Characters at the end of the text that may be the beginning of a stop string."""
+        return max(self.states, default=0)
+
+    def feed(self, text: str, armed: bool = True) -> tuple[int, str] | None:
+        """Advance over `text`; (index after the stop string, stop string) once one is complete, else None.
+
+        Unless `armed`, complete stop strings are passed over.
+        """
+        for index, char in enumerate(text):
+            found: str | None = None
+            for which, (stop, links) in enumerate(zip(self._stops, self._links, strict=True)):
+                state = self.states[which]
+                while state and stop[state] != char:
+                    state = links[state]
+                if stop[state] == char:
+                    state += 1
+                if state == len(stop):
+                    state = links[state]
+                    found = found or stop
+                self.states[which] = state
+            if found and armed:
+                return index + 1, found
+        return None
+
+
+def _failure_links(stop: str) -> list[int]:
+    """links[n]: length of the longest proper suffix of stop[:n] that is also its prefix."""
+    links = [0, 0]
+    for char in stop[1:]:
+        state = links[-1]
+        while state and stop[state] != char:
+            state = links[state]
+        links.append(state + (stop[state] == char))
+    return links
+
+
+class Detokenizer:
+    """The text of one sequence, token by token.
+
+    Text is final once it is given out: bytes that do not yet make a character wait for the rest of it, a run
+    of byte-fallback tokens waits for its end (tokenizers decode it as a whole), and text that may become a
+    stop string waits until it is decided. All pieces together are `tokenizer.decode(ids,
+    clean_up_tokenization_spaces=False)`, cut at the stop string. Only a short window of tokens is decoded
+    each time, so time is linear in the text.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, fast or slow.
+        stop: strings that end the text; the one completed first counts.
+        include_stop: leave the stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        min_tokens: stop strings completed by an earlier token are ordinary text.
+
+    Attributes:
+        kept: tokens pushed, the last being the one that completed the stop string; ids and logprobs are cut
+            there.
+        stop_string: the stop string found, or None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self.kept = 0
+        self.stop_string: str | None = None
+        self._tokenizer = tokenizer
+        self._include_stop = include_stop
+        self._skip_special = skip_special_tokens
+        self._min_tokens = min_tokens
+        self._matcher = StopMatcher(stop) if stop else None
+        self._run_matcher: StopMatcher | None = StopMatcher(stop) if stop else None
+        self._run_bytes: codecs.IncrementalDecoder | None = None
+        self._in_run = False
+        self._hidden: dict[int, bool] = {}
+        self._bytes: dict[int, int | None] = {}
+        # `_read` characters of the decoded window are settled; text before the window is settled too.
+        self._window: list[int] = []
+        self._read = 0
+        self._held = ""
+        self._pieces: list[str] = []
+        self._taken = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.stop_string is not None
+
+    @property
+    def text(self) -> str:
+        """All text that is final so far."""
+        return "".join(self._pieces)
+
+    def take(self) -> str:
+        """The text that has become final since the last call."""
+        piece = "".join(self._pieces[self._taken :])
+        self._taken = len(self._pieces)
+        return piece
+
+    def push(self, token: int, visible: bool = True) -> bool:
+        """Append a token; True when a stop string is complete. Tokens after that are ignored.
+
+        A token that is not `visible` (a stop token) counts and has no text.
+        """
+        if self.stopped:
+            return True
+        self.kept += 1
+        if not visible or self._is_hidden(token):
+            return False
+        self._window.append(token)
+        byte = self._byte(token)
+        if byte is not None:
+            return self._extend_run(byte)
+        self._in_run = False
+        return self._settle()
+
+    def finish(self) -> None:
+        """Make all text final, as no token follows: incomplete characters become U+FFFD."""
+        if self.stopped:
+            return
+        if self._window:
+            self._settle(last=True)
+        if not self.stopped:
+            self._give(self._held)
+        self._held = ""
+
+    def _settle(self, last: bool = False) -> bool:
+        text = self._decode(self._window)
+        # Bytes that are the beginning of a character are shown as one U+FFFD at the end.
+        stable = len(text) - (text.endswith(_REPLACEMENT) and not last)
+        new = text[self._read : stable]
+        self._read = max(self._read, stable)
+        if self._feed(new):
+            return True
+        if len(self._window) >= _WINDOW:
+            self._shorten(text)
+        return False
+
+    def _shorten(self, text: str) -> None:
+        """Drop tokens from the front of the window; what stays is context for those to come."""
+        rest = self._decode(self._window[-_CONTEXT:])
+        # Decoders strip a space at the start, so without text before it the next token would lose its own; and
+        # the rest must not start within a character or a run of bytes.
+        if rest and text.endswith(rest):
+            del self._window[:-_CONTEXT]
+            self._read += len(rest) - len(text)
+
+    def _feed(self, text: str) -> bool:
+        if self._matcher is None:
+            self._give(text)
+            return False
+        hit = self._matcher.feed(text, self.kept >= self._min_tokens)
+        held = self._held + text
+        if hit is None:
+            cut = len(held) - self._matcher.partial
+            self._give(held[:cut])
+            self._held = held[cut:]
+            return False
+        end, self.stop_string = hit
+        cut = len(self._held) + end - (0 if self._include_stop else len(self.stop_string))
+        self._give(held[:cut])
+        self._held = ""
+        return True
+
+    def _give(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+
+    def _extend_run(self, byte: int) -> bool:
+        """Append to a run of byte tokens: its text is not final, yet a stop string in it ends it at once."""
+        if self._matcher is None or self._run_matcher is None:
+            return False
+        if not self._in_run:
+            self._in_run = True
+            self._run_bytes = codecs.getincrementaldecoder("utf-8")()
+            self._run_matcher.states = list(self._matcher.states)
+        if self._run_bytes is None:
+            return False
+        try:
+            text = self._run_bytes.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            # The run as a whole is invalid, and no character of it will be shown.
+            self._run_bytes = None
+            return False
+        if self._run_matcher.feed(text, self.kept >= self._min_tokens) is None:
+            return False
+        return self._settle()
+
+    def _is_hidden(self, token: int) -> bool:
+        """Whether decoding passes the token over: a special one that is skipped, or an id without a token."""
+        if token not in self._hidden:
+            self._hidden[token] = self._decode([token]) == "" and (
+                self._tokenizer.convert_ids_to_tokens(token) is None
+                or self._decode([token], skip_special=False) != ""
+            )
+        return self._hidden[token]
+
+    def _byte(self, token: int) -> int | None:
+        """The value of a byte-fallback token, or None."""
+        if token not in self._bytes:
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            match = _BYTE_TOKEN.fullmatch(name) if isinstance(name, str) else None
+            # Byte-level vocabularies may hold the same string as ordinary text.
+            real = match is not None and self._decode([token]) != name
+            self._bytes[token] = int(match[1], 16) if match and real else None
+        return self._bytes[token]
+
+    def _decode(self, ids: list[int], skip_special: bool | None = None) -> str:
+        skip = self._skip_special if skip_special is None else skip_special
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token id sequences of words, for `SamplingParams.bad_words`: each word by itself and after a space.
+
+    A word that the model spells with other tokens is not banned by this, and a longer word that ends in the
+    same tokens is.
+
+    Raises:
+        ConfigError: `words` is not a list of non-empty strings of valid Unicode.
+    """
+    if isinstance(words, str) or not all(isinstance(word, str) and word.strip() for word in words):
+        raise ConfigError(f"bad words must be a list of non-empty strings, not {words!r}")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if any("\ud800" <= char <= "\udfff" for char in word):
+            raise ConfigError(f"bad word {word!r} holds half a character: give valid Unicode")
+        for spelling in (word, " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
+            if ids:
+                found[ids] = None
+    return tuple(found)

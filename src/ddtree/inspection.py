@@ -1,0 +1,385 @@
+"""What a checkpoint is, and whether a drafter fits a target, told without loading the target's weights."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from ddtree.drafters import loading
+from ddtree.drafters.dflash import checkpoint
+from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
+from ddtree.drafters.dflash.files import is_head, read_head
+from ddtree.drafters.dflash.files import misfits as head_misfits
+from ddtree.drafters.dflash.heads import Head
+from ddtree.drafters.draft_model import check_vocabulary
+from ddtree.drafters.ngram_table import NgramTable
+from ddtree.errors import CheckpointError, ConfigError, DDTreeError
+from ddtree.model import pretrained
+from ddtree.model.compat import places_in_model
+from ddtree.model.demo import NAME as DEMO
+from ddtree.model.target import Target, eos_ids, why_no_tree
+
+Facts = list[tuple[str, str]]
+
+
+@dataclass
+class TargetFacts:
+    """A target as far as its files without the weights tell; what a drafter is checked against.
+
+    Attributes:
+        name: as given.
+        no_tree: why draft trees cannot be verified on it; None when they can.
+        facts: (label, value) lines to show.
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    eos_ids: frozenset[int]
+    embed: nn.Module = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    no_tree: str | None
+    facts: Facts
+
+
+@dataclass
+class DrafterFacts:
+    """A drafter's parts, read and found sound in themselves.
+
+    Attributes:
+        name: as given.
+        network: of a DFlash checkpoint.
+        table: n-grams.
+        draft_model: of "draft:NAME".
+        facts: (label, value) lines to show.
+    """
+
+    name: str
+    facts: Facts
+    network: DFlashCheckpoint | None = None
+    table: NgramTable | None = None
+    draft_model: TargetFacts | None = None
+
+
+@dataclass
+class Report:
+    """What was found. `misfits` is None where there is no pair; an empty list is a pair that fits."""
+
+    target: TargetFacts | None = None
+    drafter: DrafterFacts | None = None
+    misfits: list[str] | None = None
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for title, part in (("target", self.target), ("drafter", self.drafter)):
+            if part is not None:
+                lines.append(f"{title} {part.name}")
+                lines += [f"  {label:<12} {value}" for label, value in part.facts]
+        if self.misfits is not None and self.target is not None and self.drafter is not None:
+            pair = f"{self.drafter.name} {{}} {self.target.name}"
+            lines.append(pair.format("does not fit" if self.misfits else "fits"))
+            lines += [f"  - {reason}" for reason in self.misfits]
+        return "\n".join(lines)
+
+
+def inspect(name: str, *, target: str | None = None, drafter: str | None = None) -> Report:
+    """Look at a checkpoint, or at a pair when the other half is named.
+
+    Args:
+        name: a target ("demo", folder, hub id) or a drafter (folder, hub id, "draft:NAME", "lookup"). "demo" is the
+            drafter when `target` is given.
+        target: the target, when `name` is a drafter.
+        drafter: the drafter, when `name` is a target.
+
+    Raises:
+        CheckpointError: a checkpoint is missing or damaged.
+        UnsupportedModelError: the target is no causal LM.
+        ConfigError: both halves are the same kind.
+    """
+    if target is not None and drafter is not None:
+        raise ConfigError("name one half and the other: a target and its drafter, not three")
+    if target is not None or (drafter is None and is_drafter(name)):
+        target, drafter = target, name
+    else:
+        target, drafter = name, drafter
+    if target is not None and is_drafter(target):
+        raise ConfigError(f"{target} is a drafter: name the target it is for")
+    report = Report()
+    if target is not None:
+        report.target = read_target(target)
+    if drafter is not None:
+        report.drafter = read_drafter(drafter)
+    if report.target is not None and report.drafter is not None:
+        report.misfits = _misfits(report.target, report.drafter)
+    return report
+
+
+def is_drafter(name: str) -> bool:
+    """Whether a name stands for a drafter rather than a target."""
+    if name == DEMO:
+        return False
+    if name == "lookup" or name.startswith((loading.DRAFT_MODEL, f"{DEMO}/")):
+        return True
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return False
+    network, table = loading.contents(folder)
+    if network is None:
+        return table is not None
+    if is_head(network):
+        return True
+    if network != folder or table is not None:
+        return True
+    raw = checkpoint.read_json(folder / "config.json")
+    kinds = [str(kind) for kind in raw.get("architectures") or []]
+    marked = any(key in raw for key in ("dflash_config", "speculators_model_type", "speculators_config"))
+    return marked or any("DFlash" in kind or "Draft" in kind for kind in kinds)
+
+
+def read_target(name: str) -> TargetFacts:
+    """The facts of a target. Raises the errors of `ddtree.pretrained.read_config`, and CheckpointError for weights."""
+    config = pretrained.read_config(name)
+    tokenizer = pretrained.read_tokenizer(name)
+    place = pretrained.locate(name)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, RuntimeError, ImportError, AttributeError) as error:
+        raise CheckpointError(f"the model of {name} cannot be built ({pretrained.gist(error)})") from error
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(place)
+    except (OSError, ValueError):
+        model.generation_config = GenerationConfig.from_model_config(config)
+    text = config.get_text_config()
+    kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
+    layers = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in kinds.items())
+    reason = why_no_tree(model)
+    embed = model.get_input_embeddings()
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    facts = [
+        (
+            "model",
+            f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters",
+        ),
+        ("layers", f"{layers}; hidden size {text.hidden_size}, vocabulary {vocabulary}"),
+        ("context", f"{getattr(text, 'max_position_embeddings', None) or 'unlimited'} tokens"),
+        ("weights", _weights(name, place, config, model)),
+        ("tokenizer", _tokenizer(tokenizer)),
+        ("draft trees", f"no: {reason}; decoded autoregressively" if reason else "can be verified"),
+    ]
+    if Path(place).is_dir() and place != name:
+        facts.insert(0, ("folder", place))
+    return TargetFacts(
+        name,
+        vocabulary,
+        text.hidden_size,
+        text.num_hidden_layers,
+        eos_ids(model, tokenizer),
+        embed,
+        tokenizer,
+        reason,
+        facts,
+    )
+
+
+def read_drafter(name: str) -> DrafterFacts:
+    """The facts of a drafter. Raises CheckpointError."""
+    if name == "lookup":
+        return DrafterFacts(name, [("kind", "prompt lookup: n-grams of the text so far, no model")])
+    if name.startswith(loading.DRAFT_MODEL):
+        model = read_target(name.removeprefix(loading.DRAFT_MODEL))
+        return DrafterFacts(name, [("kind", "draft model"), *model.facts], draft_model=model)
+    network, table = loading.contents(loading.find(name))
+    found = DrafterFacts(name, [])
+    if network is not None and is_head(network):
+        head, backbone, coupling = read_head(network)
+        found.network = checkpoint.read(backbone, heads=True)
+        found.facts += [*_network(found.network)[:-1], _head(head), ("noise", _coupling(coupling))]
+        misfits = head_misfits(head, *loading.sizes(found.network))
+        if misfits:
+            raise CheckpointError(f"{name} does not fit its backbone {backbone}: {'; '.join(misfits)}")
+    elif network is not None:
+        loading.refuse_language_model(name, network)
+        found.network = checkpoint.read(network, heads=True)
+        found.facts += _network(found.network)
+        if found.network.correction is not None:
+            found.facts.append(_head(found.network.correction))
+    if table is not None:
+        found.table = NgramTable.load(table)
+        size = table.stat().st_size / 1e6
+        grams = f"{found.table.contexts} contexts of up to {found.table.max_order} tokens, {size:.1f} MB"
+        found.facts.append(("n-grams", f"{grams}; {_coupling(found.table.coupling)}"))
+    if not found.facts:
+        raise CheckpointError(
+            f"{name} holds no drafter (no config.json, no {loading.TABLE}): name a drafter's folder"
+        )
+    return found
+
+
+def _network(found: DFlashCheckpoint) -> Facts:
+    config, layout = found.config, found.layout
+    words = f"all {config.vocab_size} tokens"
+    if found.draft_ids is not None:
+        words = f"{len(found.draft_ids)} of {config.vocab_size} tokens"
+    parts = [
+        part for part, tensor in (("head", found.head), ("embedding", found.embedding)) if tensor is not None
+    ]
+    layers = ", ".join(map(str, config.target_layer_ids))
+    return [
+        ("kind", f"DFlash, {layout.name}'s layout"),
+        ("network", f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}"),
+        ("block", f"{config.block_size} slots, drafts up to {config.depth} tokens ahead"),
+        ("features", f"outputs of target layers {layers} of {config.num_target_layers or 'an unknown number'}"),
+        ("vocabulary", f"{words}; mask token {config.mask_token_id}; {' and '.join(parts) or 'head'} of "
+         f"{'its own' if parts else 'the target'}"),
+        ("noise", _coupling(layout.coupling)),
+    ]  # fmt: skip
+
+
+def _head(head: Head) -> tuple[str, str]:
+    weights = sum(parameter.numel() for parameter in head.parameters())
+    settings = ", ".join(f"{key} {value}" for key, value in head.config().items() if value is not None)
+    return "head", f"{head.kind}, {weights / 1e6:,.2f} M parameters ({settings})"
+
+
+def _coupling(fitted: tuple[float, float]) -> str:
+    beta, kappa = fitted
+    return "coupling not fitted" if fitted == (0.0, 1.0) else f"coupling beta {beta:g}, kappa {kappa:g}"
+
+
+def _misfits(target: TargetFacts, drafter: DrafterFacts) -> list[str]:
+    found = [f"{target.no_tree}: draft trees cannot be verified on the target"] if target.no_tree else []
+    if drafter.network is not None:
+        found += checkpoint.misfits(drafter.network, target)
+    if drafter.table is not None and drafter.table.vocab_size > target.vocab_size:
+        found.append(
+            f"the n-gram table holds token id {drafter.table.vocab_size - 1}, and the target has "
+            f"{target.vocab_size} tokens"
+        )
+    if drafter.draft_model is not None:
+        if drafter.draft_model.no_tree:
+            found.append(f"{drafter.draft_model.no_tree}: draft trees cannot be grown with the draft model")
+        try:
+            check_vocabulary(cast(Target, drafter.draft_model), cast(Target, target))
+        except DDTreeError as error:
+            found.append(str(error))
+    return found
+
+
+def _weights(name: str, place: str, config: Any, model: Any) -> str:
+    dtype = str(getattr(config, "dtype", None) or "unknown dtype").removeprefix("torch.")
+    folder = Path(place)
+    if not folder.is_dir():
+        return f"{dtype}, not looked at on the hub"
+    files = weight_files(name, folder)
+    found = {key: shape for file in files for key, shape in read_shapes(file).items()}
+    # Quantized tensors have names and shapes of their quantizer's.
+    if getattr(config, "quantization_config", None) is None:
+        check_weights(name, model, found)
+    return f"{dtype}, {sum(file.stat().st_size for file in files) / 1e6:,.1f} MB"
+
+
+def _tokenizer(tokenizer: Any) -> str:
+    if tokenizer is None:
+        return "none: prompts are token ids"
+    template = "with" if getattr(tokenizer, "chat_template", None) else "no"
+    return f"{len(tokenizer)} tokens, {template} chat template"
+
+
+Shapes = dict[str, tuple[int, ...]]
+_AGAIN = "download the checkpoint again"
+_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def weight_files(name: str, folder: Path) -> list[Path]:
+    """The files that transformers would load.
+
+    Raises:
+        CheckpointError: there are none, or the index names one that is not there.
+    """
+    first = next((folder / file for file in _FILES if (folder / file).exists()), None)
+    if first is None:
+        raise CheckpointError(f"{name} has no weights (model.safetensors): {_AGAIN}")
+    if first.suffix != ".json":
+        return [first]
+    try:
+        files = sorted({folder / str(file) for file in json.loads(first.read_text())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{first} is damaged ({type(error).__name__}): {_AGAIN}") from error
+    missing = next((file for file in files if not file.exists()), None)
+    if missing is not None:
+        raise CheckpointError(f"{missing} is missing, and {first.name} names it: {_AGAIN}")
+    return files
+
+
+def read_shapes(file: Path) -> Shapes:
+    """Names and shapes of a file's tensors, without their values. Raises CheckpointError for a damaged file."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        found = torch.load(file, map_location="meta", weights_only=True)
+        return {name: tuple(tensor.shape) for name, tensor in found.items()}
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        AttributeError,
+        pickle.UnpicklingError,
+    ) as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CheckpointError(f"{file} is damaged ({line}): {_AGAIN}") from error
+
+
+def check_weights(name: str, model: Any, found: Shapes) -> None:
+    """Compare tensors with those that a model without values needs.
+
+    Raises:
+        CheckpointError: some are missing or have another shape; the message names the first of them.
+    """
+    needed = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    places_of = places_in_model(model)
+    there: set[str] = set()
+    for key, shape in found.items():
+        places, whole = places_of(key)
+        there |= places
+        for place in places & needed.keys():
+            # What is cut or joined on the way has a shape of its own in the file.
+            if whole and needed[place] != shape:
+                wanted = list(needed[place])
+                raise CheckpointError(
+                    f"{name} is damaged: {key} has shape {list(shape)}, and by config.json {wanted}: {_AGAIN}"
+                )
+    missing = _without_ties(model, needed.keys() - there, there)
+    if missing:
+        raise CheckpointError(
+            f"{name} is incomplete: {len(missing)} tensors are missing ({missing[0]}, ...): {_AGAIN}"
+        )
+
+
+def _without_ties(model: Any, missing: set[str], there: set[str]) -> list[str]:
+    """The missing names that are no other name of a tensor which is there, and that the model does not do without."""
+    spared = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    same: dict[int, set[str]] = {}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        same.setdefault(id(parameter), set()).add(key)
+    tied = {key for keys in same.values() if keys & there for key in keys}
+    return sorted(key for key in missing - tied if not any(re.search(pattern, key) for pattern in spared))

@@ -1,0 +1,1 @@
+"""Use ddtree inside transformers and vLLM."""

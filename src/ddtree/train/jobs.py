@@ -1,0 +1,212 @@
+"""Training the drafter itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddtree.drafters.dflash.heads import Head, Markov
+from ddtree.drafters.dflash.network import DFlashNet
+from ddtree.train.batches import Batch, Blocks, autocast, block_states
+from ddtree.train.loss import (
+    Chunk,
+    Objective,
+    Sums,
+    Vocabulary,
+    chunks,
+    head_loss,
+    score_loss,
+    teacher_places,
+)
+
+NAME = "dflash"
+
+
+class Pass(nn.Module):
+    """A pass of the drafter up to what enters the head: [C, A, b - 1, H], and the blocks it belongs to.
+
+    Sharded weights come together when a module runs, and this one needs all.
+    """
+
+    def __init__(self, net: DFlashNet) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, embedding: Tensor, batch: Batch, features: Tensor) -> tuple[Tensor, Blocks]:
+        states, blocks = block_states(self.net, embedding, batch, features[:, :, :-1])
+        return self.net.norm(states), blocks
+
+
+class DrafterJob:
+    """A DFlash network learns to predict blocks; see `ddtree.train.fit.Job`.
+
+    Args:
+        net: the drafter, float32, on the target's device.
+        vocabulary: tokens that it can propose.
+        embedding: [V, H], the target's.
+        objective: what is minimized.
+
+    Attributes:
+        run: a pass of the drafter.
+    """
+
+    def __init__(
+        self, net: DFlashNet, vocabulary: Vocabulary, embedding: Tensor, objective: Objective
+    ) -> None:
+        self.modules: dict[str, nn.Module] = {NAME: net}
+        self.block = net.config.block_size
+        self.settings: dict[str, Any] = {"network": asdict(net.config), "draft_tokens": vocabulary.size}
+        self.run = Pass(net)
+        self._vocabulary = vocabulary
+        self._embedding = embedding
+        self._objective = objective
+
+    def train(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+        normed, blocks = self.run(self._embedding, batch, features)
+        hidden = features[:, :, -1]
+        sums, derived = head_loss(normed.detach(), batch, blocks, hidden, self._vocabulary, self._objective)
+        normed.backward(derived)
+        return {NAME: sums}
+
+    def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+        normed, blocks = self.run(self._embedding, batch, features)
+        objective = Objective("ce", self._objective.gamma)
+        return {NAME: head_loss(normed, batch, blocks, None, self._vocabulary, objective, gradient=False)[0]}
+
+
+class TrainingTrunk:
+    """The frozen parts that heads borrow, on training's side: see `ddtree.drafters.heads.Trunk`.
+
+    Args:
+        net: the drafter.
+        vocabulary: its draft vocabulary.
+        embedding: [V, H], the target's.
+    """
+
+    def __init__(self, net: DFlashNet, vocabulary: Vocabulary, embedding: Tensor) -> None:
+        self.size = vocabulary.size
+        self._net = net
+        self._vocabulary = vocabulary
+        self._embedding = embedding
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._net.embed(self._embedding, tokens)
+
+    def norm(self, states: Tensor) -> Tensor:
+        return self._net.norm(states)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        flat = normed.reshape(-1, normed.shape[-1])
+        return self._vocabulary.logits(flat).view(*normed.shape[:-1], self.size)
+
+    def index(self, tokens: Tensor) -> Tensor:
+        return self._vocabulary.index(tokens).clamp(min=-1)
+
+    def tokens(self, index: Tensor) -> Tensor:
+        return index if self._vocabulary.ids is None else self._vocabulary.ids[index]
+
+
+class HeadsJob:
+    """Heads learn to correct a frozen drafter; see `ddtree.train.fit.Job`.
+
+    Args:
+        heads: float32, on the device, by kind.
+        objectives: what each minimizes.
+        net: the drafter; its parameters are frozen.
+        vocabulary: its draft vocabulary.
+        embedding: [V, H], the target's.
+    """
+
+    def __init__(
+        self,
+        heads: dict[str, Head],
+        objectives: dict[str, Objective],
+        net: DFlashNet,
+        vocabulary: Vocabulary,
+        embedding: Tensor,
+    ) -> None:
+        self.modules: dict[str, nn.Module] = dict(heads)
+        self.block = net.config.block_size
+        self.settings: dict[str, Any] = {
+            "heads": {kind: [head.config(), vars(objectives[kind])] for kind, head in heads.items()},
+            # Heads fit the drafter that they were trained on, and no other.
+            "drafter": repr(sum(float(p.detach().double().abs().sum()) for p in net.parameters())),
+        }
+        self._heads = heads
+        self._objectives = objectives
+        self._net = net.requires_grad_(False)
+        self._vocabulary = vocabulary
+        self._embedding = embedding
+        self._trunk = TrainingTrunk(net, vocabulary, embedding)
+
+    def train(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+        states, previous, blocks = self._states(batch, features)
+        soft = any(objective.share for objective in self._objectives.values())
+        soft = soft or any(map(_has_confidence, self._heads.values()))
+        hidden = features[:, :, -1] if soft else None
+        sums = {kind: Sums(torch.zeros(5, device=states.device)) for kind in self._heads}
+        for part in chunks(batch, blocks, hidden, self._vocabulary, states.shape[1]):
+            own, before = states[part.at], previous[part.at]
+            with torch.no_grad():
+                base = self._trunk.logits(self._trunk.norm(own))
+            for kind, head in self._heads.items():
+                sums[kind] += self._backward(head, self._objectives[kind], own, before, base, part)
+        return sums
+
+    def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+        """Of the heads, and of the drafter without one."""
+        states, previous, blocks = self._states(batch, features)
+        sums = {kind: Sums(torch.zeros(5, device=states.device)) for kind in (*self._heads, NAME)}
+        gamma = next(iter(self._objectives.values())).gamma
+        for part in chunks(batch, blocks, None, self._vocabulary, states.shape[1]):
+            own, before = states[part.at], previous[part.at]
+            base = self._trunk.logits(self._trunk.norm(own))
+            for kind in sums:
+                scores = self._scores(self._heads[kind], own, before, base) if kind != NAME else base
+                sums[kind] += score_loss(scores.flatten(0, 1), part, Objective("ce", gamma), False)[0]
+        return sums
+
+    def _backward(
+        self, head: Head, objective: Objective, states: Tensor, previous: Tensor, base: Tensor, part: Chunk
+    ) -> Sums:
+        scores = self._scores(head, states, previous, base)
+        sums, derived = score_loss(scores.detach().flatten(0, 1), part, objective)
+        assert derived is not None
+        targets, derivatives = [scores], [derived.view_as(scores)]
+        if _has_confidence(head):
+            targets.append(self._confidence_loss(cast(Markov, head), scores.detach(), states, previous, part))
+            derivatives.append(torch.ones_like(targets[-1]))
+        torch.autograd.backward(targets, derivatives)
+        return sums
+
+    def _scores(self, head: Head, states: Tensor, previous: Tensor, base: Tensor) -> Tensor:
+        with autocast(self._embedding):
+            return head(self._trunk, states, previous, base)
+
+    def _confidence_loss(
+        self, head: Markov, scores: Tensor, states: Tensor, previous: Tensor, part: Chunk
+    ) -> Tensor:
+        """Summed cross-entropy with 1 - TV, the overlap of drafter and target over the draft vocabulary (DSpark)."""
+        assert part.teacher is not None
+        teacher = part.teacher.of_slots(scores.shape[1]).view_as(scores)
+        overlap = torch.minimum(scores.softmax(dim=-1), teacher).sum(dim=-1)
+        with autocast(self._embedding):
+            logits = head.confidence(self._trunk, states, previous)
+        loss = functional.binary_cross_entropy_with_logits(logits, overlap.clamp(max=1.0), reduction="none")
+        return (loss * part.labels.inside).sum()
+
+    @torch.no_grad()
+    def _states(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor, Blocks]:
+        """States [C * A, L, H] before the final norm, the token before each slot [C * A, L], and the blocks."""
+        states, blocks = block_states(self._net, self._embedding, batch, features[:, :, :-1])
+        places = teacher_places(batch, states.shape[2])
+        previous = batch.tokens.gather(1, places.flatten(1)).view_as(places)
+        return states.flatten(0, 1), previous.flatten(0, 1), blocks
+
+
+def _has_confidence(head: Head) -> bool:
+    return isinstance(head, Markov) and head.confidence_proj is not None

@@ -1,0 +1,277 @@
+"""Figures, tables, pictures and documents made of raw figures."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchfakes as fakes
+from ddtree.bench import report as document
+from ddtree.bench import report as plots
+from ddtree.bench.prompt_sets import BenchPrompt
+from ddtree.bench.report import Figures, Table, median, quartiles, speed, tables
+from ddtree.bench.results import Log, Raw, read
+from ddtree.errors import ConfigError
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "recompute_results.py"
+NAMES = [
+    "off",
+    "chain",
+    "chain@lookup",
+    "tree:8",
+    "tree:16",
+    "tree:16+uncoupled",
+    "tree:auto",
+    "auto",
+    "auto@lookup",
+]
+
+
+def record(
+    cell, decode, task="chat", turn=0, prompt="p", tokens=11, verdict="equal", accepted=None, total=None
+):
+    return {
+        "kind": "run", "id": prompt, "task": task, "temperature": 0.0, "turn": turn, "message": 0, "messages": 1,
+        "cell": cell, "tokens": tokens, "decode_s": decode, "total_s": total or decode + 1.0, "ttft_s": 1.0,
+        "rounds": 10, "nodes": 40, "accepted_depth": accepted or {"0": 10}, "verdict": {"kind": verdict},
+        "seconds": {"prefill": 1.0, "draft": 0.1, "build": 0.0, "verify": decode / 2, "walk": 0.0, "commit": 0.0},
+    }  # fmt: skip
+
+
+def figures(*records, cells=("off", "chain")):
+    return Figures(Raw(fakes.header(list(cells)), list(records)), 0.0)
+
+
+def test_speeds_of_decoding_leave_the_first_token_out():
+    run = record("off", 5.0, tokens=11, total=8.0)
+    assert speed(run, "decode") == 2.0 and speed(run, "total") == 11 / 8
+    assert speed(record("off", 0.0, tokens=1), "decode") is None
+
+
+def test_ratios_are_taken_within_a_turn_and_medians_over_turns_then_prompts():
+    # The machine is half as fast in the second turn, for both; in the third only for one.
+    found = figures(
+        record("off", 4.0), record("chain", 2.0), record("off", 8.0, turn=1), record("chain", 4.0, turn=1),
+        record("off", 4.0, turn=2), record("chain", 4.0, turn=2), record("off", 1.0, prompt="q"),
+        record("chain", 0.2, prompt="q"), record("off", 1.0, prompt="r"), record("chain", 1.0, prompt="r"),
+    )  # fmt: skip
+    assert found.ratios("chain", "off") == [2.0, 5.0, 1.0]
+    assert median(found.ratios("chain", "off")) == 2.0
+    assert quartiles(found.ratios("chain", "off")) == (1.5, 3.5)
+    assert found.speeds("off") == [2.5, 10.0, 10.0]
+    assert found.noise("off") == pytest.approx(0.3464, abs=1e-4)
+
+
+def test_tau_pools_rounds_and_the_geometric_mean_is_over_tasks():
+    found = figures(
+        record("off", 4.0), record("chain", 1.0, accepted={"0": 1, "2": 3}), record("off", 4.0, "code", prompt="q"),
+        record("chain", 4.0, "code", prompt="q", accepted={"1": 12}), record("off", 4.0, "code", prompt="r"),
+        record("chain", 4.0, "code", prompt="r", accepted={"1": 0}),
+    )  # fmt: skip
+    assert found.tau("chain", "chat") == 1 + 6 / 4
+    assert found.tau("chain") == 1 + 18 / 16
+    assert found.geometric("chain", "off") == pytest.approx(math.sqrt(4.0 * 1.0))
+    assert found.tau("chain", "none") is None and found.geometric("none", "off") is None
+
+
+def table(raw, title):
+    return next(one for one in tables(raw) if one.title == title)
+
+
+def test_a_deciding_cell_is_held_against_the_best_fixed_one_it_could_have_been():
+    cells = ["off", "chain", "tree:8", "tree:16@lookup", "tree:auto", "auto", "auto@lookup"]
+    pace = dict(zip(cells, (8.0, 2.0, 4.0, 1.0, 5.0, 2.0, 2.0), strict=True))
+    raw = Raw(fakes.header(cells), [record(cell, pace[cell]) for cell in cells])
+    row = table(raw, "tree:auto against fixed choices, T=0").rows[0]
+    assert row == ["chat", "1.600 (1 of 1)", "0.400 (0 of 1)", "tree:8", "0.800 (0 of 1)"]
+    row = table(raw, "auto against fixed choices, T=0").rows[0]
+    assert row == ["chat", "4.000 (1 of 1)", "1.000 (1 of 1)", "tree:16@lookup", "0.500 (0 of 1)"]
+    assert table(raw, "auto@lookup against fixed choices, T=0").rows[0][3] == "tree:16@lookup"
+    claims = {row[0]: row[1:] for row in table(raw, "Checks").rows}
+    assert claims["speed(auto) >= 0.97 of the best fixed cell"] == ["0 of 1", "0.500", "chat, T=0"]
+    assert claims["tau(tree:8) >= tau(chain)"] == ["1 of 1", "1.000", "chat, T=0"]
+
+
+def test_differences_are_counted_and_told():
+    raw = Raw(fakes.header(["off", "chain"]), [record("off", 2.0), record("chain", 1.0, verdict="different")])
+    raw.runs[1]["verdict"] |= {"at": 5, "gap": 0.5, "noise": 0.1}
+    assert table(raw, "Speeds, medians over all prompts, T=0").rows[1][-3:] == ["0", "0", "1"]
+    assert "Different from off: chain, p, T=0, at token 5 (gap 0.5, noise 0.1)." in document.terminal(raw)
+
+
+def test_a_table_is_aligned_for_terminals_and_piped_for_markdown():
+    one = Table("Title", ["task", "x"], [["a", "1.00"], ["longer", "-"]])
+    assert one.text() == "Title\ntask       x\na       1.00\nlonger     -"
+    assert one.markdown() == "**Title**\n\n| task | x |\n| --- | --: |\n| a | 1.00 |\n| longer | - |"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    fakes.measured(tmp_path / "raw" / "one.jsonl", NAMES, ("hf",), turns=2)
+    return tmp_path
+
+
+def recompute(path):
+    done = subprocess.run([sys.executable, "-I", SCRIPT, path], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_titles_are_unique_and_titles_of_all_kinds_are_there(folder):
+    titles = [one.title for one in tables(read(folder / "raw" / "one.jsonl"))]
+    assert len(set(titles)) == len(titles) == 2 * (5 + 3) + 1 + 1
+    assert "Drafting that looks at the noise, against drafting that does not, T=1" in titles
+
+
+def test_a_document_keeps_its_prose_and_the_script_recomputes_every_cell(folder):
+    raw_path, path = folder / "raw" / "one.jsonl", folder / "results.md"
+    fakes.measured(folder / "raw" / "two.jsonl", ["off", "chain"])
+    path.write_text("# Ours\n\nBefore.\n")
+    for _ in range(2):
+        document.write(path, raw_path, read(raw_path), [folder / "plots" / "tau-t0.png"])
+        document.write(path, folder / "raw" / "two.jsonl", read(folder / "raw" / "two.jsonl"), [])
+    text = path.read_text()
+    assert text.startswith("# Ours\n\nBefore.\n\n<!-- figures of raw/one.jsonl -->\n")
+    assert text.count("<!-- figures of") == 2 and "![tau t0](plots/tau-t0.png)" in text
+    code, said = recompute(path)
+    assert code == 0, said
+    assert "raw/one.jsonl: 18 tables" in said and "raw/two.jsonl: 10 tables" in said
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "Speedup",
+        "Tokens a round",
+        "Speeds,",
+        "auto@lookup",
+        "Milliseconds",
+        "Drafting",
+        "Each task",
+        "Checks",
+    ],
+)
+def test_the_script_finds_a_changed_cell_in_any_table(folder, title):
+    path, raw_path = folder / "results.md", folder / "raw" / "one.jsonl"
+    document.write(path, raw_path, read(raw_path), [])
+    lines = path.read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith(f"**{title}"))
+    cells = lines[start + 4].split(" | ")
+    place = next(n for n, cell in enumerate(cells) if n and any(c.isdigit() for c in cell))
+    digit = next(n for n, c in enumerate(cells[place]) if c.isdigit())
+    cells[place] = f"{cells[place][:digit]}{(int(cells[place][digit]) + 1) % 10}{cells[place][digit + 1 :]}"
+    lines[start + 4] = " | ".join(cells)
+    path.write_text("\n".join(lines))
+    code, said = recompute(path)
+    assert code == 1 and "1 faults" in said and f"line {start + 5}, {title}" in said
+
+
+def test_the_script_refuses_lost_rows_unknown_tables_and_missing_files(folder):
+    path, raw_path = folder / "results.md", folder / "raw" / "one.jsonl"
+    document.write(path, raw_path, read(raw_path), [])
+    text = path.read_text()
+    lines = text.splitlines()
+    row = next(n for n, line in enumerate(lines) if line.startswith("| code |"))
+    path.write_text("\n".join(lines[:row] + lines[row + 1 :]))
+    assert recompute(path)[0] == 1
+    path.write_text(text.replace("**Checks**", "**Wishes**"))
+    code, said = recompute(path)
+    assert code == 1 and "no raw figures are known to give a table 'Wishes'" in said
+    path.write_text(text.replace("raw/one", "raw/none"))
+    assert recompute(path)[0] == 2
+    path.write_text("# Nothing\n\n| a |\n| --- |\n")
+    assert recompute(path)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda text, part: text.replace(part, ""), "0 tables 'Tokens a round (tau), T=1'"),
+        (lambda text, part: text.replace(part, part + part), "2 tables 'Tokens a round (tau), T=1'"),
+        (
+            lambda text, part: text.replace("- 6 prompts", "- 7 prompts"),
+            "give the line '- 6 prompts of small",
+        ),
+        (lambda text, part: text.replace("T12:00", "T13:00"), "give the line '- target tiny"),
+        (lambda text, part: text.replace("an abacus", "a sundial"), "give the line '- an abacus"),
+        (
+            lambda text, part: text.replace("`ddtree bench`", "`ddtree`"),
+            "give the line '- 6 prompts of small",
+        ),
+    ],
+    ids=["lost", "doubled", "prompts", "date", "processor", "command"],
+)
+def test_the_script_finds_lost_and_doubled_tables_and_changed_facts(folder, fault, said):
+    path, raw_path = folder / "results.md", folder / "raw" / "one.jsonl"
+    document.write(path, raw_path, read(raw_path), [])
+    text = path.read_text()
+    part = text[
+        text.index("**Tokens a round (tau), T=1**") : text.index("**Speeds, medians over all prompts, T=1")
+    ]
+    assert fault(text, part) != text
+    path.write_text(fault(text, part))
+    code, out = recompute(path)
+    assert code == 1 and said in out and "1 faults" in out
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a|b", "a\nb", "a\u2028b", "<!-- end of figures -->"],
+    ids=["pipe", "line", "separator", "comment"],
+)
+def test_names_of_tasks_and_prompts_do_not_break_a_document(folder, name):
+    path, raw_path = folder / "results.md", folder / "odd.jsonl"
+    with Log(raw_path, fakes.header(["off", "chain"])) as log:
+        chosen = [BenchPrompt(f"{name} 1", name, ("x",)), BenchPrompt(f"{name} 2", "long", ("x" * 99,))]
+        fakes.runner(log, fakes.ways("off", "chain"), fakes.plan(chosen)).run()
+    path.write_text("# Ours\n")
+    for _ in range(2):
+        document.write(path, raw_path, read(raw_path), [])
+    path.write_text(path.read_text() + "\nAfter.\n")
+    document.write(path, raw_path, read(raw_path), [])
+    text = path.read_text()
+    assert text.count("<!--") == 2 and text.endswith("<!-- end of figures -->\n\nAfter.\n")
+    code, said = recompute(path)
+    assert code == 0, said
+    assert "odd.jsonl: 10 tables" in said
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_pictures_are_drawn(folder):
+    raw = read(folder / "raw" / "one.jsonl")
+    drawn = plots.draw(raw, folder / "plots")
+    assert {path.name for path in drawn} == {
+        *(f"{name}-t{t}.png" for name in ("speedup", "tau", "accepted", "round") for t in (0, 1)), "verification.png",
+    }  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in drawn)
+    raw.latency = None
+    raw.runs = [run for run in raw.runs if not run["cell"].startswith("tree")]
+    raw.header["settings"]["cells"] = ["off", "chain"]
+    assert [path.name for path in plots.draw(raw, folder / "fewer")] == [
+        "accepted-t0.png", "round-t0.png", "accepted-t1.png", "round-t1.png",
+    ]  # fmt: skip
+
+
+def test_without_matplotlib_pictures_are_refused_by_name(folder, monkeypatch):
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--plots needs matplotlib: pip install 'ddtree\[bench\]'"):
+        plots.draw(read(folder / "raw" / "one.jsonl"), folder / "plots")
+
+
+def test_a_document_that_cannot_be_written_is_named(folder):
+    raw_path = folder / "raw" / "one.jsonl"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        document.write(folder, raw_path, read(raw_path), [])
+
+
+def test_figures_of_a_run_that_was_broken_off_are_shown(folder):
+    path = folder / "raw" / "one.jsonl"
+    begun = path.read_text().splitlines()[:11]
+    path.write_text("\n".join(begun) + "\n")
+    assert json.loads(begun[-1])["temperature"] == 0
+    assert tables(read(path))[0].title == "Speedup of decoding over off, T=0"
+    path.write_text(begun[0] + "\n")
+    assert tables(read(path)) == []

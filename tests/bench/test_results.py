@@ -1,0 +1,257 @@
+"""The file of raw figures: going on with it, and refusing what is not it."""
+
+import errno
+import json
+import os
+
+import pytest
+
+import benchfakes as fakes
+from ddtree.bench.prompt_sets import BenchPrompt
+from ddtree.bench.results import Log, read
+from ddtree.errors import ConfigError
+
+NAMES = ["off", "chain", "tree:8"]
+
+
+def lines(path):
+    return path.read_text().splitlines(keepends=True)
+
+
+def test_the_first_line_is_the_header_and_every_cell_has_its_line(tmp_path):
+    raw = fakes.measured(tmp_path / "raw.jsonl", NAMES)
+    records = [json.loads(line) for line in lines(tmp_path / "raw.jsonl")]
+    assert records[0]["kind"] == "header" and records[0]["settings"]["cells"] == NAMES
+    assert [record["cell"] for record in records[1:4]] == NAMES
+    assert len(raw.runs) == 6 * 2 * 3
+    assert {"id", "task", "temperature", "seed", "cell", "tokens", "total_s", "decode_s", "ttft_s", "rounds", "nodes",
+            "tau", "accepted_depth", "seconds", "arms", "verdict"} <= set(raw.runs[0])  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", [1, 2, 5, 7, 30, 37])
+@pytest.mark.parametrize("torn", ["", '{"kind": "run", "id": "ch'])
+def test_a_run_that_was_broken_off_goes_on_there(tmp_path, kept, torn):
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    fakes.measured(whole, NAMES)
+    broken.write_text("".join(lines(whole)[:kept]) + torn)
+    made = fakes.ways(*NAMES)
+    with Log(broken, fakes.header(NAMES)) as log:
+        done = len(log.done)
+        fakes.runner(log, made).run()
+    assert done == (kept - 1) // 3
+    warm_up = 2 if done < 12 else 0
+    assert len(made[0].asked) == 12 - done + warm_up
+    keys = [(run["id"], run["temperature"], run["cell"]) for run in read(broken).runs]
+    assert keys == [(run["id"], run["temperature"], run["cell"]) for run in read(whole).runs]
+
+
+def test_prompts_that_were_passed_over_stay_so(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    for _ in range(2):
+        with Log(path, fakes.header(NAMES)) as log:
+            # Prompts have 1 to 4 tokens here, and answers 8.
+            fakes.runner(log, fakes.ways(*NAMES), fakes.plan(max_context=11)).run()
+    raw = read(path)
+    assert {record["id"] for record in raw.skipped} == {"code-3"} and len(raw.skipped) == 2
+    assert "code-3" not in {run["id"] for run in raw.runs}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"settings": {"max_tokens": 9}}, "max_tokens"),
+        ({"settings": {"turns": 2, "dtype": "bfloat16"}}, "dtype, turns"),
+        ({"machine": {"threads": 4}}, "threads"),
+        ({"versions": {"torch": "3"}}, "torch"),
+    ],
+)
+def test_figures_of_another_run_are_not_mixed_in(tmp_path, changes, named):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    before = path.read_bytes()
+    header = fakes.header(NAMES)
+    for part, values in changes.items():
+        header[part] |= values
+    with pytest.raises(ConfigError, match=f"holds a run with other {named}: name another file"):
+        Log(path, header)
+    assert path.read_bytes() == before
+
+
+def test_another_date_and_command_are_the_same_run(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    with Log(path, {**fakes.header(NAMES), "date": "later", "command": "again"}) as log:
+        assert len(log.done) == 12
+    assert read(path).header["date"] == "2026-11-29T12:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("hello\n", "line 1 is not of a file of figures"),
+        ('{"kind": "run"}\n', "line 1 .* the first line is no header"),
+        ('{"kind": "header", "format": 99}\n', "line 1 .* format 99 is not 1"),
+        ('{"kind": "header", "format": 1, "settings": {}}\n', "line 1"),
+    ],
+)
+def test_other_files_are_refused_with_the_line(tmp_path, text, message):
+    path = tmp_path / "raw.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read(path)
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    every = lines(path)
+    path.write_text("".join([*every[:3], '{"kind": "run", "id": 1}\n', *every[3:]]))
+    with pytest.raises(ConfigError, match=r"line 4 is not of a file of figures \(ValueError: id is 1\)"):
+        read(path)
+
+
+def test_what_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read or written"):
+        Log(tmp_path, fakes.header(NAMES))
+    with pytest.raises(ConfigError, match=r"cannot be read \(no such file"):
+        read(tmp_path / "none.jsonl")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_is_named(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(
+        ConfigError, match=f"cannot be written .{os.strerror(errno.ENOSPC).lower()}"
+    ) as caught:
+        Log(path, fakes.header(NAMES))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x0b"])
+def test_line_ends_of_unicode_inside_texts_do_not_end_a_line_of_figures(tmp_path, end):
+    path = tmp_path / "raw.jsonl"
+    chosen = [BenchPrompt(f"a{end}b", f"t{end}u", ("x",))]
+    with Log(path, fakes.header(NAMES)) as log:
+        fakes.runner(log, fakes.ways(*NAMES), fakes.plan(chosen)).run()
+    path.write_text(
+        "".join(json.dumps(json.loads(line), ensure_ascii=False) + "\n" for line in path.open(newline="\n"))
+    )
+    assert {run["id"] for run in read(path).runs} == {f"a{end}b"}
+    with Log(path, fakes.header(NAMES)) as log:
+        assert len(log.done) == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files are not locked there")
+def test_a_second_run_on_one_file_is_refused_while_the_first_writes(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    with Log(path, fakes.header(NAMES)) as log:
+        with pytest.raises(
+            ConfigError, match=r"another run is writing .*raw.jsonl: wait for its end, or name"
+        ):
+            Log(path, fakes.header(NAMES))
+        fakes.runner(log, fakes.ways(*NAMES)).run()
+    with Log(path, fakes.header(NAMES)) as log:
+        assert len(log.done) == 12
+
+
+def test_what_is_gone_on_with_stays_in_the_file_that_others_have_open(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    path.write_text("".join(lines(path)[:6]))
+    before = path.stat().st_ino
+    fakes.measured(path, NAMES)
+    assert path.stat().st_ino == before and len(read(path).runs) == 36
+
+
+def test_figures_of_one_answer_that_stand_twice_are_refused(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    path.write_text("".join([*lines(path), lines(path)[2]]))
+    with pytest.raises(ConfigError, match=r"line 38 .* chain answers 'chat-1' a second time"):
+        read(path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 20, 200, None])
+def test_a_run_that_ended_before_it_measured_anything_does_not_bind_the_next(tmp_path, size):
+    path = tmp_path / "raw.jsonl"
+    with Log(path, fakes.header(NAMES, max_tokens=9)):
+        pass
+    path.write_bytes(path.read_bytes()[:size])
+    assert fakes.measured(path, NAMES).settings["max_tokens"] == 8
+    assert len(read(path).runs) == 36
+
+
+def test_a_file_of_something_else_without_a_line_end_is_left_alone(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("a note")
+    with pytest.raises(ConfigError, match="is empty: name a file that ddtree bench has written"):
+        Log(path, fakes.header(NAMES))
+    assert path.read_text() == "a note"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tokens": "eight"}, "tokens is 'eight'"),
+        ({"verdict": None}, "verdict is None"),
+        ({"verdict": {}}, "KeyError: 'kind'"),
+        ({"verdict": {"kind": []}}, "verdict .* is none of equal"),
+        ({"verdict": {"kind": "different"}}, "KeyError: 'at'"),
+        ({"decode_s": None}, "decode_s is None"),
+        ({"id": ["a"]}, r"id is \['a'\]"),
+        ({"task": None}, "task is None"),
+        ({"rounds": None}, "rounds is None"),
+        ({"seconds": {"draft": "long"}}, "seconds holds 'long'"),
+        ({"accepted_depth": {"deep": 1}}, "deep"),
+        ({"kind": "skipped", "turn": None}, "turn is None"),
+        ({"kind": "policy", "cell": []}, "unhashable"),
+    ],
+)
+def test_a_line_of_other_types_is_named(tmp_path, changes, named):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    every = lines(path)
+    every[2] = json.dumps({**json.loads(every[2]), "state": {}, **changes}) + "\n"
+    path.write_text("".join(every))
+    with pytest.raises(ConfigError, match=f"line 3 is not of a file of figures .*{named}"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["rounds", "nodes", "seconds", "accepted_depth"])
+def test_a_line_that_lacks_what_tables_are_made_of_is_named(tmp_path, name):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    every = lines(path)
+    record = json.loads(every[2])
+    del record[name]
+    path.write_text("".join([*every[:2], json.dumps(record) + "\n", *every[3:]]))
+    with pytest.raises(ConfigError, match=f"line 3 is not of a file of figures .KeyError: '{name}'"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "named"),
+    [
+        ("settings", {"cells": "off"}, "cells is 'off'"),
+        ("settings", {"cells": ["off", 1]}, "cells holds 1"),
+        ("settings", {"temperatures": ["hot"]}, "temperatures holds 'hot'"),
+        ("machine", {"processor": None}, "processor is None"),
+    ],
+)
+def test_a_header_of_other_types_is_named(tmp_path, part, changes, named):
+    path = tmp_path / "raw.jsonl"
+    header = fakes.header(NAMES)
+    header[part] |= changes
+    with Log(path, header):
+        pass
+    with pytest.raises(ConfigError, match=f"line 1 is not of a file of figures .*{named}"):
+        read(path)
+
+
+def test_a_line_of_endless_brackets_is_named(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    path.write_text("[" * 200_000 + "\n")
+    with pytest.raises(ConfigError, match=r"line 1 is not of a file of figures .RecursionError"):
+        read(path)

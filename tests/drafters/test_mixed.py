@@ -1,0 +1,253 @@
+"""The continuity prior: probabilities of n-grams and a network mixed node by node."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny
+import wellformed
+from ddtree.drafters import DraftRow
+from ddtree.drafters import mixed as continuity
+from ddtree.drafters.dflash.backbone import Backbone
+from ddtree.drafters.dflash.drafter import DFlash
+from ddtree.drafters.merged import Merged
+from ddtree.drafters.mixed import Continuity
+from ddtree.drafters.ngram import Lookup
+from ddtree.drafters.ngram_table import Index, successors
+from ddtree.errors import ConfigError
+from ddtree.model.target import Target
+from ddtree.sampling.noise import Noise
+from ddtree.stats import Clock
+
+DEPTH, WEIGHT = 5, 0.75
+
+
+@pytest.fixture(autouse=True)
+def the_whole_vocabulary_is_looked_at(monkeypatch):
+    monkeypatch.setattr(continuity, "_LEAST", tiny.VOCAB)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(tiny.model("qwen3", tie_word_embeddings=False))
+
+
+def dflash(target, draft_ids=None, **options):
+    network = tiny.network(tiny.model(), block_size=DEPTH + 1)
+    return DFlash(Backbone(network, target, draft_ids=draft_ids), **options)
+
+
+class Foreign:
+    """Another drafter, of which nothing is known but its trees."""
+
+    def __init__(self, inner):
+        self.inner, self.name = inner, "foreign"
+        self.feature_layers, self.max_depth = inner.feature_layers, inner.max_depth
+        self.add_row, self.drop_row, self.observe = inner.add_row, inner.drop_row, inner.observe
+        self.draft = inner.draft
+
+
+def request(seed, length=40, budget=20, depth=DEPTH, **changes):
+    # Few different tokens, so that n-grams find something.
+    return DraftRow([2 + token % 6 for token in tiny.prompt(length, seed)], budget, depth, **changes)
+
+
+def draft(drafter, *rows):
+    for index, row in enumerate(rows):
+        drafter.add_row()
+        count = len(row.tokens) - 1
+        features = torch.randn(count, 64, generator=torch.Generator().manual_seed(sum(row.tokens)))
+        drafter.observe(index, row.tokens[:-1], features if drafter.feature_layers else None)
+    tree = drafter.draft(list(rows), Clock())
+    for _ in rows:
+        drafter.drop_row(0)
+    wellformed.check(tree, list(rows))
+    return tree
+
+
+def scored(tree, index=0):
+    return dict(zip(wellformed.paths(tree, index)[1:], tree.row(index).logprobs[0, 1:].tolist(), strict=True))
+
+
+def conditional(tree):
+    """Probabilities of each node's children in a tree."""
+    scores, found = {(): 0.0, **scored(tree)}, {}
+    for path in scores:
+        if path:
+            found.setdefault(path[:-1], {})[path[-1]] = math.exp(scores[path] - scores[path[:-1]])
+    return found
+
+
+def oracle(row, likely, weight=WEIGHT, levels=DEPTH):
+    """The best prefixes by complete search; `likely` gives a prefix's children under the network."""
+    index = Index(5)
+    index.extend(row.tokens)
+    level, found = {(): 0.0}, {}
+    for _ in range(levels):
+        grown = {}
+        for path, score in level.items():
+            seen, left = successors([*row.tokens, *path][-5:], index, None, 2.0)
+            known = likely(path)
+            assert sum(seen.values()) == pytest.approx(1 - left)
+            for token in {*seen, *known}:
+                chance = weight * seen.get(token, 0.0) + (1 - weight * (1 - left)) * known.get(token, 0.0)
+                if chance > 0:
+                    grown[(*path, token)] = score + math.log(chance)
+        level = dict(sorted(grown.items(), key=lambda item: -item[1])[: row.budget])
+        found |= level
+    return dict(sorted(found.items(), key=lambda item: -item[1])[: row.budget])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("weight", [0.3, 0.75, 1.0])
+def test_the_tree_is_the_best_under_the_mix(target, seed, weight):
+    row = request(seed)
+    tree = draft(Continuity(dflash(target), Lookup(), weight=weight), row)
+    drafter = dflash(target)
+    drafter.add_row()
+    drafter.observe(0, [], torch.randn(39, 64, generator=torch.Generator().manual_seed(sum(row.tokens))))
+    tokens, logprobs = drafter.candidates([row], 1000)
+    levels = [
+        dict(zip(t, p, strict=True))
+        for t, p in zip(tokens[0].tolist(), logprobs[0].exp().tolist(), strict=True)
+    ]
+    expected = oracle(row, lambda path: levels[len(path)], weight)
+    found = scored(tree)
+    assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-4)
+    assert {path: expected[path] for path in found if path in expected} == pytest.approx(
+        {path: score for path, score in found.items() if path in expected}, abs=1e-4
+    )
+    assert len(set(found) - set(expected)) <= 1  # a tie at the end
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_another_drafters_probabilities_are_those_of_its_tree(target, seed):
+    row = request(seed)
+    tree = draft(Continuity(Foreign(dflash(target)), Lookup()), row)
+    inside = conditional(draft(dflash(target), replace(row, budget=2 * row.budget)))
+    expected = oracle(row, lambda path: inside.get(path, {}))
+    assert list(scored(tree).values()) == pytest.approx(list(expected.values()), abs=1e-4)
+
+
+def test_where_n_grams_know_nothing_the_tree_is_the_networks(target):
+    row, others = DraftRow(list(range(3, 20)), 20, DEPTH), torch.arange(20, tiny.VOCAB)
+    alone = draft(dflash(target, others), row)
+    for network in (dflash(target, others), Foreign(dflash(target, others))):
+        assert scored(draft(Continuity(network, Lookup()), row)) == pytest.approx(scored(alone), abs=1e-5)
+
+
+def test_beyond_the_networks_depth_n_grams_go_on(target):
+    span = list(range(4, 30))
+    row = DraftRow([*span, 1, 2, *span, 1, 2, *span[:5]], 60, 12)
+    tree = draft(Continuity(dflash(target), Lookup()), row)
+    assert tuple(span[5:17]) in scored(tree)
+
+
+def test_probabilities_of_siblings_do_not_exceed_one(target):
+    row = request(1, budget=1024)
+    for network in (dflash(target), Foreign(dflash(target))):
+        for children in conditional(draft(Continuity(network, Lookup()), row)).values():
+            assert sum(children.values()) <= 1 + 1e-5
+
+
+def test_rows_may_name_the_parts_that_draft_for_them(target):
+    row = request(2)
+    network, lookup = draft(dflash(target), row), draft(Lookup(), row)
+    mixed = draft(Continuity(dflash(target), Lookup()), row)
+    assert len({tuple(scored(tree)) for tree in (network, lookup, mixed)}) == 3
+    rows = [
+        replace(row, members=members) for members in (("dflash",), ("lookup",), ("dflash", "lookup"), None)
+    ]
+    for batch in ([own] for own in rows[:2]), [rows]:
+        for asked in batch:
+            tree = draft(Continuity(dflash(target), Lookup()), *asked)
+            for index, own in enumerate(asked):
+                expected = {("dflash",): network, ("lookup",): lookup}.get(own.members, mixed)
+                assert scored(tree, index) == pytest.approx(scored(expected), abs=1e-4)
+
+
+def test_drafters_that_draft_alone_are_told_as_merged_ones_are(target):
+    drafter, row = Continuity(dflash(target), Lookup()), request(2)
+    assert isinstance(drafter, Merged) and drafter.name == "dflash+lookup"
+    draft(drafter, replace(row, members=("lookup",)))
+    assert [name for name, _ in drafter.proposals] == ["lookup"]
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
+    """They are those that the parts draft alone, also when the text has grown meanwhile."""
+
+    rows = [request(1, length=20, budget=9), request(2, length=11, budget=14)]
+    drafter = Continuity(Foreign(dflash(target)) if foreign else dflash(target), Lookup())
+    alone = {part.name: draft(part, *rows) for part in (dflash(target, name=drafter.network.name), Lookup())}
+    inner, drafter.drop_row = drafter.drop_row, lambda row: None
+    draft(drafter, *rows)
+    for row in rows:
+        row.tokens.append(5)
+    told = dict(drafter.proposals)
+    for _ in rows:
+        inner(0)
+    assert list(told) == list(alone)
+    for name, tree in told.items():
+        for index in range(len(rows)):
+            assert scored(tree, index) == pytest.approx(scored(alone[name], index), abs=1e-5)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_ragged_batch_drafts_as_its_rows_alone(target, foreign):
+    rows = [
+        request(1, length=20, budget=30),
+        request(2, budget=64, depth=2),
+        request(3, length=5, budget=1, depth=1),
+        request(4, budget=6, chain=True),
+        request(5, budget=0),
+        request(6, depth=0),
+        request(7, budget=100, depth=12),
+        request(8, noise=Noise(3, tiny.VOCAB), temperature=0.7),
+    ]
+
+    def drafter():
+        network = dflash(target, coupling=(0.8, 1.2))
+        return Continuity(Foreign(network) if foreign else network, Lookup(coupling=(0.8, 1.2)))
+
+    together = draft(drafter(), *rows)
+    for index, row in enumerate(rows):
+        if foreign and index == 3:
+            continue  # a batch that holds a chain asks its drafter for the same
+        assert scored(together, index) == pytest.approx(scored(draft(drafter(), row)), abs=1e-4)
+
+
+def test_a_chain_is_a_path_under_the_mix(target):
+    row = request(3, budget=DEPTH, chain=True)
+    tree = draft(Continuity(dflash(target), Lookup()), row)
+    assert len(scored(tree)) == DEPTH
+    wide = scored(draft(Continuity(dflash(target), Lookup()), replace(row, budget=200, chain=False)))
+    for path, score in scored(tree).items():
+        siblings = [other for other in wide if other[:-1] == path[:-1]]
+        assert score == pytest.approx(max(wide[other] for other in siblings), abs=1e-5)
+
+
+def test_noise_ranks_both_parts(target):
+    row = request(4)
+    sampled = replace(row, noise=Noise(1, tiny.VOCAB), temperature=1.0)
+
+    def tree(own, coupling):
+        return scored(draft(Continuity(dflash(target, coupling=coupling), Lookup(coupling=coupling)), own))
+
+    assert tree(sampled, (0.0, 1.0)) == tree(row, (0.8, 1.2)) != tree(sampled, (0.8, 1.2))
+
+
+def test_nodes_below_the_floor_are_not_drafted(target):
+    row = request(1, budget=40)
+    whole = scored(draft(Continuity(dflash(target), Lookup()), row))
+    floor = sum(sorted(set(whole.values()))[20:22]) / 2
+    cut = scored(draft(Continuity(dflash(target), Lookup()), replace(row, floor=floor)))
+    assert cut == {path: score for path, score in whole.items() if score >= floor}
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.1, math.nan])
+def test_a_weight_out_of_range_is_named(target, weight):
+    with pytest.raises(ConfigError, match=r"weight=.* is not above 0 and at most 1"):
+        Continuity(dflash(target), Lookup(), weight=weight)

@@ -1,0 +1,449 @@
+"""Streaming text: pieces add up to the tokenizer's own decoding, and stop strings cut it anywhere."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, PythonBackend
+
+from ddtree.engine.detokenizer import Detokenizer, StopMatcher, bad_word_ids
+from ddtree.errors import ConfigError
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and then it sleeps in the sun.",
+    "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n",
+    "Stop when the user says stop. STOP means stop.",
+    "naïve café – it’s €5",
+]
+MIXED = "Hi 👩‍👩‍👧! 你好，世界 — naïve café\n  🎉🎉 €5 の テスト ありがとう the end. "
+
+
+@cache
+def byte_level() -> PreTrainedTokenizerFast:
+    """Few merges, so that most characters beyond ASCII are split over several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.add_tokens([AddedToken("<think>", special=False)])
+    return fast
+
+
+@cache
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Llama's kind: spaces as ▁, unknown characters as byte tokens, the first space dropped."""
+    words = [
+        "▁",
+        "▁the",
+        "▁fox",
+        "the",
+        "fox",
+        "a",
+        "b",
+        "s",
+        "t",
+        "o",
+        "p",
+        "▁stop",
+        "。",
+        "你",
+        "\ufffd",
+        "",
+    ]
+    pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + words
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@cache
+def word_piece() -> PreTrainedTokenizerFast:
+    pieces = ["[UNK]", "[SEP]", "the", "fox", "##es", "##ly", "a", "b", "##c", ".", ","]
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, sep_token="[SEP]", unk_token="[UNK]")
+
+
+class SlowBytes(PythonBackend):
+    """A slow tokenizer whose tokens are bytes."""
+
+    vocab_size = 256
+
+    def get_vocab(self) -> dict[str, int]:
+        return {**{chr(0x100 + byte): byte for byte in range(256)}, **self.added_tokens_encoder}
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        return [chr(0x100 + byte) for byte in text.encode()]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token) - 0x100
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return chr(0x100 + index)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        parts = (token.encode() if len(token) != 1 else bytes([ord(token) - 0x100]) for token in tokens)
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+
+@cache
+def slow_bytes() -> SlowBytes:
+    return SlowBytes(eos_token="</s>")
+
+
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "byte level": byte_level,
+    "byte fallback": byte_fallback,
+    "word piece": word_piece,
+    "slow": slow_bytes,
+}
+
+
+def whole(tokenizer: Any, ids: Sequence[int], skip: bool = True) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+def stream(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
+    pieces = []
+    for token in ids:
+        stopped = detokenizer.push(token)
+        pieces.append(detokenizer.take())
+        if stopped:
+            break
+    detokenizer.finish()
+    pieces.append(detokenizer.take())
+    return pieces
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert isinstance(ids, list)
+    return ids
+
+
+class Counted:
+    """A tokenizer that counts how many ids it was asked to decode."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.decoded = 0
+        self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_pieces_of_any_ids_add_up_to_the_whole(name: str, skip: bool) -> None:
+    tokenizer = TOKENIZERS[name]()
+    size = len(tokenizer)
+    rng = random.Random(name)
+    for length in [1, 2, 3, 5, 8, 13, 21, 60] * 12:
+        special = rng.choice([0.0, 0.3])
+        ids = [
+            rng.choice(tokenizer.all_special_ids) if rng.random() < special else rng.randrange(size)
+            for _ in range(length)
+        ]
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+        pieces = stream(detokenizer, ids)
+        assert "".join(pieces) == detokenizer.text == whole(tokenizer, ids, skip)
+        assert detokenizer.kept == length
+
+
+@pytest.mark.parametrize("name", ["byte level", "byte fallback", "slow"])
+def test_characters_split_over_tokens_come_whole(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    ids = encode(tokenizer, MIXED * 5)
+    assert len(ids) > len(MIXED * 5), "the text must be split below characters"
+    pieces = stream(Detokenizer(tokenizer), ids)
+    assert "".join(pieces) == whole(tokenizer, ids)
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer)
+    shown = ""
+    for index, token in enumerate(ids := encode(tokenizer, MIXED), start=1):
+        detokenizer.push(token)
+        shown += detokenizer.take()
+        assert shown == whole(tokenizer, ids[:index]).rstrip("\ufffd")
+
+
+def test_a_run_of_byte_tokens_waits_for_its_end() -> None:
+    """The decoder shows a run that is invalid as a whole as one U+FFFD a byte, valid characters in it included."""
+    tokenizer = byte_fallback()
+    good, bad = "é".encode(), b"\xc3\xa9\xe4"
+    for run, text in ((good, "é"), (bad, "\ufffd" * 3)):
+        ids = [3 + byte for byte in run] + encode(tokenizer, "a")
+        assert stream(Detokenizer(tokenizer), ids) == [""] * len(run) + [text + "a", ""]
+        assert stream(Detokenizer(tokenizer), ids[:-1]) == [""] * len(run) + [text]
+
+
+def test_what_is_incomplete_at_the_end_is_decoded_as_the_tokenizer_does() -> None:
+    tokenizer = byte_level()
+    ids = encode(tokenizer, "ok 🎉")[:-1]
+    pieces = stream(Detokenizer(tokenizer), ids)
+    assert pieces[-1] == "\ufffd"
+    assert "".join(pieces) == whole(tokenizer, ids) == "ok \ufffd"
+
+
+def test_tokens_without_text_between_words_do_not_eat_spaces() -> None:
+    tokenizer = byte_fallback()
+    the, fox, eos = (tokenizer.convert_tokens_to_ids(piece) for piece in ("▁the", "▁fox", "</s>"))
+    for silent in (eos, tokenizer.convert_tokens_to_ids(""), len(tokenizer) + 5):
+        for gap in (1, 3, 30):
+            ids = [the] + [silent] * gap + [fox]
+            assert "".join(stream(Detokenizer(tokenizer), ids)) == "the fox" == whole(tokenizer, ids)
+
+
+def test_a_stop_token_counts_and_has_no_text() -> None:
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    for token in encode(tokenizer, "bye"):
+        detokenizer.push(token)
+    before = detokenizer.kept
+    assert detokenizer.push(tokenizer.eos_token_id, visible=False) is False
+    detokenizer.finish()
+    assert detokenizer.text == "bye"
+    assert detokenizer.kept == before + 1
+
+
+PATTERNS: dict[str, Callable[[Any], list[int]]] = {
+    "text": lambda tokenizer: encode(tokenizer, MIXED * 40),
+    "invalid bytes": lambda tokenizer: encode(tokenizer, "é")[-1:] * 2000,
+    "unfinished characters": lambda tokenizer: encode(tokenizer, "🎉")[:1] * 2000,
+    "almost whole characters": lambda tokenizer: encode(tokenizer, "🎉")[:3] * 700,
+    "replacement characters": lambda tokenizer: encode(tokenizer, "\ufffd" * 700),
+    "special tokens": lambda tokenizer: [tokenizer.eos_token_id] * 2000,
+    "one word": lambda tokenizer: encode(tokenizer, "a" * 2000),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", ["byte level", "byte fallback", "slow"])
+@pytest.mark.parametrize("stop", [(), ("never seen", "\n\n\n")])
+def test_work_is_linear_in_the_text(pattern: str, name: str, stop: tuple[str, ...]) -> None:
+    tokenizer = TOKENIZERS[name]()
+    ids = PATTERNS[pattern](tokenizer)
+    assert len(ids) >= 500
+    counted = Counted(tokenizer)
+    text = "".join(stream(Detokenizer(counted, stop), ids))
+    assert text == whole(tokenizer, ids)
+    assert counted.decoded < 25 * len(ids)
+
+
+def test_ids_without_a_token_have_no_text_and_cost_nothing() -> None:
+    """A head may be padded beyond the tokenizer."""
+    tokenizer = byte_level()
+    counted = Counted(tokenizer)
+    a, b = encode(tokenizer, "ab")
+    assert "".join(stream(Detokenizer(counted), [a] + [len(tokenizer) + 3] * 2000 + [b])) == "ab"
+    assert counted.decoded < 50
+
+
+# Stop strings
+
+
+def reference_stop(
+    tokenizer: Any, ids: list[int], stops: Sequence[str], least: int = 0
+) -> tuple[str, int, str | None]:
+    """(text before the stop string, tokens kept, stop string), decoding everything anew after each token."""
+    before = ""
+    for count in range(1, len(ids) + 1):
+        text = whole(tokenizer, ids[:count])
+        if count < len(ids):
+            text = text.rstrip("\ufffd")
+        if count >= least:
+            for end in range(len(before) + 1, len(text) + 1):
+                for stop in sorted(stops, key=len, reverse=True):
+                    if text[:end].endswith(stop):
+                        return text[: end - len(stop)], count, stop
+        before = text
+    return before, len(ids), None
+
+
+@pytest.mark.parametrize("least", [0, 12])
+def test_stop_strings_equal_a_plain_search(least: int) -> None:
+    tokenizer = byte_level()
+    rng = random.Random(0)
+    hits = 0
+    for _ in range(150):
+        text = "".join(rng.choice(["a", "b", "ab", "aab", "é", "你", " ", "ba", "the"]) for _ in range(30))
+        stops = [
+            "".join(rng.choice(["a", "b", "é", "你", " "]) for _ in range(rng.randint(2, 6)))
+            for _ in range(rng.randint(1, 3))
+        ]
+        ids = encode(tokenizer, text)
+        want, kept, stop = reference_stop(tokenizer, ids, stops, least)
+        detokenizer = Detokenizer(tokenizer, stops, min_tokens=least)
+        pieces = stream(detokenizer, ids)
+        assert "".join(pieces) == detokenizer.text == want
+        assert (detokenizer.kept, detokenizer.stop_string) == (kept, stop)
+        assert detokenizer.stopped is (stop is not None)
+        hits += stop is not None
+        with_stop = Detokenizer(tokenizer, stops, include_stop=True, min_tokens=least)
+        stream(with_stop, ids)
+        assert with_stop.text == want + (stop or "")
+    assert 20 < hits < 150
+
+
+def run(text: str, stop: Sequence[str], **options: Any) -> tuple[list[str], Detokenizer, list[int]]:
+    tokenizer = byte_level()
+    ids = encode(tokenizer, text)
+    detokenizer = Detokenizer(tokenizer, stop, **options)
+    return stream(detokenizer, ids), detokenizer, ids
+
+
+def test_a_stop_string_over_several_tokens_is_never_shown() -> None:
+    pieces, detokenizer, ids = run("one ##END## two", ["##END##"])
+    assert "".join(pieces) == "one "
+    assert not any("#" in piece for piece in pieces)
+    assert whole(byte_level(), ids[: detokenizer.kept]) == "one ##END##"
+
+
+def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
+    pieces, detokenizer, _ = run("one ##ENE## two ##EN", ["##END##"])
+    assert "".join(pieces) == "one ##ENE## two ##EN"
+    assert not detokenizer.stopped
+
+
+def test_a_stop_string_at_the_very_start_leaves_nothing() -> None:
+    pieces, detokenizer, _ = run("xyz rest", ["xyz"])
+    assert "".join(pieces) == ""
+    assert detokenizer.stopped
+    assert detokenizer.kept == 3
+
+
+def test_overlapping_beginnings_are_followed() -> None:
+    assert run("aaaab", ["aab"])[1].text == "aa"
+    assert run("abababac", ["ababac"])[1].text == "ab"
+
+
+def test_the_string_completed_first_counts() -> None:
+    _, detokenizer, _ = run("abcd", ["bcd", "c"])
+    assert (detokenizer.text, detokenizer.stop_string) == ("ab", "c")
+    _, detokenizer, _ = run("abcd", ["c", "bc"])
+    assert (detokenizer.text, detokenizer.stop_string) == ("a", "bc")
+
+
+def test_a_stop_string_inside_one_token_keeps_that_token() -> None:
+    tokenizer = byte_level()
+    token = tokenizer.convert_tokens_to_ids("Ġthe")
+    assert isinstance(token, int) and token != tokenizer.unk_token_id
+    detokenizer = Detokenizer(tokenizer, ["h"])
+    assert [detokenizer.push(token), detokenizer.push(token)] == [True, True]
+    assert (detokenizer.text, detokenizer.kept) == (" t", 1)
+    detokenizer = Detokenizer(tokenizer, ["h"], include_stop=True)
+    detokenizer.push(token)
+    assert detokenizer.text == " th"
+
+
+def test_nothing_follows_a_stop_string() -> None:
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer, ["b"])
+    for token in encode(tokenizer, "ab"):
+        detokenizer.push(token)
+    kept = detokenizer.kept
+    assert detokenizer.push(encode(tokenizer, "c")[0]) is True
+    detokenizer.finish()
+    assert (detokenizer.text, detokenizer.kept) == ("a", kept)
+
+
+def test_a_stop_string_of_split_characters() -> None:
+    pieces, detokenizer, ids = run("再见 🎉 done", ["🎉"])
+    assert "".join(pieces) == "再见 "
+    assert whole(byte_level(), ids[: detokenizer.kept]) == "再见 🎉"
+
+
+def test_a_stop_string_in_a_run_of_byte_tokens_ends_it_at_once() -> None:
+    """Llama's newline is a byte token: it must stop there, not one token later."""
+    tokenizer = byte_fallback()
+    ids = encode(tokenizer, "a\nb")
+    detokenizer = Detokenizer(tokenizer, ["\n"])
+    assert [detokenizer.push(token) for token in ids[:2]] == [False, True]
+    assert (detokenizer.text, detokenizer.kept) == ("a", 2)
+    detokenizer = Detokenizer(tokenizer, ["aé\n"], include_stop=True)
+    assert [detokenizer.push(token) for token in encode(tokenizer, "aé\nb")] == [False] * 3 + [True, True]
+    assert detokenizer.text == "aé\n"
+
+
+def test_a_stop_string_in_an_invalid_run_is_not_text() -> None:
+    tokenizer = byte_fallback()
+    ids = [3 + 0xE4, *encode(tokenizer, "\nb"), *encode(tokenizer, "\n")]
+    detokenizer = Detokenizer(tokenizer, ["\n"])
+    assert [detokenizer.push(token) for token in ids] == [False, False, False, True]
+    assert detokenizer.text == "\ufffd\ufffdb"
+
+
+def test_minimum_tokens_pass_stop_strings_over() -> None:
+    _, detokenizer, ids = run("x x x x", ["x"], min_tokens=0)
+    assert (detokenizer.text, detokenizer.kept) == ("", 1)
+    _, detokenizer, ids = run("x x x x", ["x"], min_tokens=3)
+    assert detokenizer.kept >= 3
+    assert detokenizer.text + "x" == whole(byte_level(), ids[: detokenizer.kept])
+
+
+def test_the_matcher_does_not_depend_on_how_the_text_is_cut() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        text = "".join(rng.choice("ab") for _ in range(40))
+        stops = ["".join(rng.choice("ab") for _ in range(rng.randint(3, 7))) for _ in range(2)]
+        ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+        want = (min(ends)[0], min(ends)[2]) if ends else None
+        matcher, done, found = StopMatcher(stops), 0, None
+        while done < len(text) and found is None:
+            step = rng.randint(1, 5)
+            hit = matcher.feed(text[done : done + step])
+            found = (done + hit[0], hit[1]) if hit else None
+            done += step
+            if found is None:
+                shown = text[:done]
+                partial = max(
+                    (n for stop in stops for n in range(len(stop)) if shown.endswith(stop[:n])), default=0
+                )
+                assert matcher.partial == partial
+        assert found == want
+
+
+def test_a_stop_string_that_was_passed_over_may_begin_the_next() -> None:
+    matcher = StopMatcher(["aba"])
+    assert matcher.feed("aba", armed=False) is None
+    assert matcher.feed("ba") == (2, "aba")
+
+
+# Bad words
+
+
+def test_bad_words_are_spelled_alone_and_after_a_space() -> None:
+    tokenizer = byte_level()
+    words = bad_word_ids(tokenizer, ["fox", "你"])
+    assert set(words) == {tuple(encode(tokenizer, text)) for text in ("fox", " fox", "你", " 你")}
+
+
+@pytest.mark.parametrize("words", ["fox", [""], [" "], [3]])
+def test_bad_words_that_are_no_words_are_refused(words: Any) -> None:
+    with pytest.raises(ConfigError, match="bad words must be a list of non-empty strings"):
+        bad_word_ids(byte_level(), words)
+
+
+def test_a_bad_word_with_half_a_character_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"bad word '\\ud800' holds half a character"):
+        bad_word_ids(byte_level(), ["fox", "\ud800"])

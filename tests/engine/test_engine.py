@@ -1,0 +1,320 @@
+"""The engine: exact lengths, endings, batches and rows, whatever is drafted."""
+
+import pytest
+import torch
+
+import reference
+import tiny
+from ddtree.engine.engine import Engine
+from ddtree.errors import ConfigError, PromptError
+from ddtree.model.target import Target
+from ddtree.sampling.sampler import SamplingParams
+from scripted import Scripted
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model("llama")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [tiny.prompt(n, seed=n) for n in (13, 4, 29)]
+
+
+@pytest.fixture(scope="module")
+def texts(model, prompts):
+    greedy = SamplingParams(temperature=0.0)
+    return [prompt + reference.decode(model, prompt, greedy, LENGTH) for prompt in prompts]
+
+
+def greedy(**changes):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": LENGTH, **changes})
+
+
+def run(engine, sequences):
+    while not engine.idle:
+        engine.step()
+    return [sequence.output for sequence in sequences]
+
+
+def decode(model, drafter, prompt, params, **options):
+    engine = Engine(Target(model), drafter)
+    sequence = engine.add(prompt, params, **options)
+    run(engine, [sequence])
+    return sequence
+
+
+def test_accepted_drafts_give_the_reference_text_in_fewer_rounds(model, prompts, texts):
+    sequence = decode(model, Scripted(texts, reach=4), prompts[0], greedy())
+    assert sequence.tokens == texts[0]
+    assert sequence.stats.tau > 4
+    assert sum(sequence.stats.accepted.values()) == sequence.stats.rounds
+    assert sequence.stats.output_tokens == LENGTH
+
+
+@pytest.mark.parametrize("cap", range(1, 11))
+def test_max_tokens_is_exact_for_every_value(model, prompts, texts, cap):
+    sequence = decode(model, Scripted(texts, reach=4), prompts[0], greedy(max_tokens=cap))
+    assert sequence.output == texts[0][len(prompts[0]) :][:cap]
+    assert sequence.finish_reason == "length"
+
+
+def test_a_stop_token_inside_an_accepted_path_cuts_before_the_token_limit(model, prompts, texts):
+    answer = texts[0][len(prompts[0]) :]
+    at = next(i for i in range(2, 5) if answer[i] not in answer[:i])
+    params = greedy(stop_token_ids=(answer[at],), max_tokens=at + 3, logprobs=1)
+    sequence = decode(model, Scripted(texts, reach=5), prompts[0], params)
+    assert sequence.output == answer[: at + 1]
+    assert sequence.finish_reason == "stop"
+    assert len(sequence.logprobs) == at + 1
+
+
+def test_min_tokens_keeps_a_stop_token_from_ending_the_text(model, prompts, texts):
+    answer = texts[0][len(prompts[0]) :]
+    params = greedy(stop_token_ids=(answer[1],), min_tokens=6)
+    sequence = decode(model, Scripted(texts), prompts[0], params)
+    assert answer[1] not in sequence.output[:6]
+    assert sequence.output_length >= 6
+
+
+def test_output_tokens_equal_to_any_id_are_kept(model, prompts, texts):
+    """A target may emit the drafter's mask id; text is cut by length, never by value."""
+    for banned in set(texts[0][len(prompts[0]) :]):
+        sequence = decode(model, Scripted(texts), prompts[0], greedy())
+        assert banned in sequence.output
+
+
+def test_a_ragged_batch_equals_its_rows_alone(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts))
+    sequences = [engine.add(p, greedy(), budget=b) for p, b in zip(prompts, (3, 64, 8), strict=True)]
+    run(engine, sequences)
+    assert [s.tokens for s in sequences] == texts
+
+
+def test_sequences_join_and_leave_between_rounds(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts, reach=2), max_rows=2)
+    first = engine.add(prompts[0], greedy(max_tokens=5))
+    second = engine.add(prompts[1], greedy())
+    third = engine.add(prompts[2], greedy())
+    engine.step()
+    assert len(engine.running) == 2 and list(engine.waiting) == [third]
+    run(engine, [first, second, third])
+    assert first.tokens == texts[0][: len(prompts[0]) + 5]
+    assert [second.tokens, third.tokens] == texts[1:]
+
+
+def test_a_cancelled_sequence_frees_its_row_and_spares_the_others(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts))
+    sequences = [engine.add(p, greedy()) for p in prompts]
+    engine.step()
+    engine.cancel(sequences[0])
+    assert sequences[0].finish_reason == "cancelled"
+    assert len(engine.running) == 2 and engine._cache.rows == 2
+    run(engine, sequences)
+    assert [s.tokens for s in sequences[1:]] == texts[1:]
+
+
+def test_a_waiting_sequence_can_be_cancelled(model, prompts):
+    engine = Engine(Target(model), max_rows=1)
+    engine.add(prompts[0], greedy())
+    waiting = engine.add(prompts[1], greedy())
+    engine.step()
+    engine.cancel(waiting)
+    run(engine, [])
+    assert waiting.output == [] and waiting.finish_reason == "cancelled"
+
+
+def test_two_requests_in_turn_are_two_fresh_runs(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts))
+    for _ in range(2):
+        sequences = [engine.add(p, greedy()) for p in prompts]
+        run(engine, sequences)
+        assert [s.tokens for s in sequences] == texts
+        assert engine._cache.rows == 0 and engine.drafter.seen == []
+
+
+@pytest.mark.parametrize("reach", [1, 4, 16])
+def test_a_context_nearly_full_shrinks_the_block_then_ends_with_length(prompts, texts, reach):
+    small = tiny.model("llama")
+    engine = Engine(Target(small, max_context=30), Scripted(texts, reach=reach))
+    sequence = engine.add(prompts[0], greedy())
+    run(engine, [sequence])
+    assert sequence.finish_reason == "length"
+    assert sequence.tokens == texts[0][:30]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch(model, prompts, temperature):
+    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=LENGTH) for seed in (5, 6, 7)]
+    alone = [decode(model, None, p, q).output for p, q in zip(prompts, params, strict=True)]
+    engine = Engine(Target(model), Scripted([p + a for p, a in zip(prompts, alone, strict=True)]))
+    sequences = [engine.add(p, q) for p, q in zip(prompts, params, strict=True)]
+    assert run(engine, sequences) == alone
+    assert min(s.stats.tau for s in sequences) > 3
+
+
+def test_drafting_switched_off_half_way_changes_no_token(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts))
+    sequence = engine.add(prompts[0], greedy())
+    engine.step()
+    engine.step()
+    sequence.method = "off"
+    run(engine, [sequence])
+    assert sequence.tokens == texts[0]
+
+
+def test_logprobs_are_the_targets_with_and_without_drafts(model, prompts, texts):
+    plain = decode(model, None, prompts[0], greedy(logprobs=3))
+    drafted = decode(model, Scripted(texts), prompts[0], greedy(logprobs=3))
+    assert len(plain.logprobs) == LENGTH
+    for token, a, b in zip(plain.output, plain.logprobs, drafted.logprobs, strict=True):
+        assert a.token == b.token == token
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert [i for i, _ in a.top] == [i for i, _ in b.top]
+
+
+def test_a_failing_processor_ends_its_own_sequence_only(model, prompts, texts):
+    def fail(prefix, logits):
+        if len(prefix) > len(prompts[0]) + 3:
+            raise RuntimeError("mine")
+        return logits
+
+    engine = Engine(Target(model), Scripted(texts))
+    broken = engine.add(prompts[0], greedy(processors=(fail,)))
+    sound = engine.add(prompts[1], greedy())
+    run(engine, [broken, sound])
+    assert broken.finish_reason == "error" and str(broken.error) == "mine"
+    assert broken.tokens == texts[0][: len(prompts[0]) + 4]
+    assert sound.tokens == texts[1]
+
+
+def test_time_is_told_apart_by_part_of_the_round(model, prompts, texts):
+    stats = decode(model, Scripted(texts), prompts[0], greedy()).stats
+    assert all(stats.seconds[part] > 0 for part in ("prefill", "draft", "verify", "walk", "commit"))
+    assert 0 < stats.ttft < stats.total
+    assert sum(stats.seconds.values()) <= stats.total
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "beam"}, "unknown method 'beam': choose auto, off, chain or tree"),
+        ({"budget": -1}, "budget=-1 is outside 0..1024"),
+        ({"budget": 10**9}, "budget=1000000000 is outside 0..1024"),
+        ({"depth": 0}, "depth=0 is outside 1..16"),
+        ({"depth": 17}, "depth=17 is outside 1..16"),
+    ],
+)
+def test_a_wrong_option_is_named(model, prompts, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Engine(Target(model)).add(prompts[0], greedy(), **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([1] * 512, "the prompt has 512 tokens and the context holds 512: shorten it to 511 or less"),
+        ([1, 48], r"token id 48 is outside the vocabulary 0\.\.47"),
+        ([1, -1], "token id -1 is outside the vocabulary"),
+    ],
+)
+def test_a_wrong_prompt_is_named(model, prompt, message):
+    with pytest.raises(PromptError, match=message):
+        Engine(Target(model)).add(prompt, greedy())
+
+
+def test_no_buffer_grows_with_the_square_of_the_context(prompts, texts):
+    """A huge context costs nothing until it is used."""
+    huge = tiny.model("llama", max_position_embeddings=2**20)
+    engine = Engine(Target(huge), Scripted(texts))
+    sequence = engine.add(prompts[0], greedy())
+    run(engine, [sequence])
+    assert sequence.tokens == texts[0]
+    assert engine._cache._keys[0].shape[2] <= 512
+    assert torch.is_tensor(engine._cache._keys[0])
+
+
+@pytest.mark.parametrize("kind", ["tree", "draft", "merged"])
+def test_a_row_that_ends_before_its_neighbour_has_drafted_spares_both(model, prompts, texts, kind):
+    """The drafter's buffers hold no row yet that only joined; one that ended with its first token is moved over."""
+    engine = Engine(Target(model), tiny.drafter(kind, model))
+    first = engine.add(prompts[0], greedy())
+    engine.step()
+    engine.step()
+    short = engine.add(prompts[1], greedy(max_tokens=1))
+    last = engine.add(prompts[2], greedy())
+    run(engine, [first, short, last])
+    assert [first.tokens, last.tokens] == [texts[0], texts[2]]
+    assert short.tokens == texts[1][: len(prompts[1]) + 1]
+
+
+def test_rows_of_different_budgets_and_depths_share_a_draft_model(model, prompts, texts):
+    engine = Engine(Target(model), tiny.drafter("draft", model))
+    sequences = [
+        engine.add(prompts[0], greedy(), budget=1),
+        engine.add(prompts[1], greedy(), budget=16, depth=1),
+    ]
+    run(engine, sequences)
+    assert [sequence.tokens for sequence in sequences] == texts[:2]
+
+
+def test_a_cancel_from_within_a_round_frees_the_row_at_its_end(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts))
+    other = engine.add(prompts[1], greedy())
+
+    def cancelling(prefix, logits):
+        if len(prefix) == len(prompts[0]) + 3:
+            engine.cancel(other)
+        return logits
+
+    one = engine.add(prompts[0], greedy(processors=(cancelling,)))
+    third = engine.add(prompts[2], greedy())
+    run(engine, [one, other, third])
+    assert [one.tokens, third.tokens] == [texts[0], texts[2]]
+    assert other.finish_reason == "cancelled"
+    assert engine._cache.rows == 0
+
+
+def test_a_processor_that_decodes_with_its_own_engine_is_told_so(model, prompts):
+    engine = Engine(Target(model))
+    sequence = engine.add(prompts[0], greedy(processors=(lambda prefix, logits: engine.step(),)))
+    run(engine, [sequence])
+    assert isinstance(sequence.error, ConfigError) and "a step is running" in str(sequence.error)
+
+
+class Failing(Scripted):
+    """A drafter whose rows cannot be dropped."""
+
+    def drop_row(self, row):
+        raise ZeroDivisionError("mine\ntwo")
+
+
+def test_a_row_that_cannot_be_freed_closes_the_engine(model, prompts, texts):
+    engine = Engine(Target(model), Failing(texts), max_rows=2)
+    short = engine.add(prompts[0], greedy(max_tokens=1))
+    others = [engine.add(prompts[1], greedy()), engine.add(prompts[2], greedy())]
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        engine.step()
+    assert (short.finish_reason, short.tokens) == ("length", texts[0][: len(prompts[0]) + 1])
+    assert [(s.finish_reason, str(s.error)) for s in others] == [("error", "mine\ntwo")] * 2
+    assert engine.idle and engine._cache.rows == 0
+    for call in (lambda: engine.add(prompts[0], greedy()), engine.step):
+        with pytest.raises(
+            ConfigError, match=r"is closed, a row could not be freed \(ZeroDivisionError: mine two\)"
+        ):
+            call()
+
+
+def test_a_closed_engine_cancels_what_runs_and_takes_no_more(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts), max_rows=1)
+    sequences = [engine.add(p, greedy()) for p in prompts[:2]]
+    engine.step()
+    engine.close()
+    assert [s.finish_reason for s in sequences] == ["cancelled"] * 2
+    assert engine.idle and engine._cache.rows == 0 and engine.drafter.seen == []
+    with pytest.raises(ConfigError, match="the engine is closed: load the model again"):
+        engine.add(prompts[0], greedy())

@@ -1,0 +1,175 @@
+"""How the rows of a round are asked to be drafted for, and what the policy is told of it."""
+
+import pytest
+import torch
+
+import tiny
+from ddtree.drafters.merged import Merged
+from ddtree.engine.engine import Engine
+from ddtree.engine.planner import Planner
+from ddtree.engine.sequence import Sequence
+from ddtree.errors import ConfigError
+from ddtree.model.target import Target
+from ddtree.policy import OFF, Arm, Choice, Request
+from ddtree.sampling.sampler import Sampler, SamplingParams
+from ddtree.stats import Clock
+from scripted import Scripted
+
+TREE = Arm("tree", ("scripted",))
+
+
+class Context:
+    """All that is planned for: a context of 40 tokens."""
+
+    max_context, device = 40, torch.device("cpu")
+
+
+class Asked(Scripted):
+    """Keeps what it was asked, and lags behind for the rows in `behind`."""
+
+    def __init__(self, behind=()):
+        super().__init__([], reach=6)
+        self.behind, self.rows = list(behind), []
+
+    def draft(self, rows, clock):
+        self.rows = rows
+        self.seen = [row.tokens[:-1] for row in rows]
+        return super().draft(rows, clock)
+
+
+class Told:
+    """A policy that chooses as it is told and keeps what it is asked and told."""
+
+    def __init__(self, *choices):
+        self.choices, self.whole, self.lessons = list(choices), [], []
+
+    def plan(self, requests, contexts, fresh):
+        self.planned = (requests, contexts, fresh)
+        return self.choices
+
+    def cut(self, tree, proposals, whole):
+        self.whole = whole
+        return tree
+
+    def learn(self, *lesson):
+        self.lessons.append(lesson)
+
+
+def planner(drafter=None, policy=None):
+    made = Planner(Context(), drafter, Clock())
+    made.policy = policy
+    return made
+
+
+def sequence(length, request, max_tokens=30, **sampling):
+    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
+    sampler = Sampler(params, 48, (), prompt_length=length)
+    one = Sequence(tiny.prompt(length), sampler.params, sampler, None, request)
+    one.append(7)
+    return one
+
+
+def fixed(depth=6, budget=8, method="tree"):
+    return Request(method, budget, ("scripted",), depth)
+
+
+def automatic(depth=6):
+    return Request("auto", "auto", ("scripted",), depth)
+
+
+@pytest.mark.parametrize(
+    ("asked", "drafter", "wanted"),
+    [
+        (("tree", 16, 4, None, False), Scripted([], reach=6), Request("tree", 16, ("scripted",), 4)),
+        (("tree", 16, 16, None, True), Scripted([], reach=6), Request("tree", 16, ("scripted",), 6, True)),
+        (("tree", 16, 4, ("scripted",), False), Scripted([]), Request("tree", 16, ("scripted",), 4)),
+        (("tree", 16, 4, (), False), Scripted([]), Request("off", 0, (), 4)),
+        (("chain", 0, 4, None, False), Scripted([]), Request("off", 0, (), 4)),
+        (("off", 16, 4, None, False), Scripted([]), Request("off", 0, (), 4)),
+        (("auto", "auto", 4, None, False), None, Request("off", 0, (), 0)),
+    ],
+)
+def test_a_request_is_what_can_be_had_of_what_was_asked(asked, drafter, wanted):
+    assert planner(drafter).request(*asked) == wanted
+
+
+def test_nothing_can_be_left_to_a_policy_that_is_not_there():
+    with pytest.raises(ConfigError, match=r"the engine has no policy: set Engine\.policy"):
+        planner(Scripted([])).request("auto", 16, 4, None, False)
+    assert planner(Scripted([]), Told()).request("auto", 16, 4, None, False).method == "auto"
+
+
+def test_a_draft_ends_where_the_context_the_answer_or_the_cache_does():
+    drafter = Asked()
+    rows = [sequence(10, fixed()), sequence(35, fixed()), sequence(10, fixed(depth=5), max_tokens=4)]
+    rows += [sequence(38, fixed()), sequence(10, fixed(budget=3, method="chain"), temperature=0.5)]
+    plan = planner(drafter).plan(rows, most=7)
+    assert [row.depth for row in drafter.rows] == [6, 3, 2, 0, 6]
+    assert [row.budget for row in drafter.rows] == [7, 7, 7, 7, 3]
+    assert [row.chain for row in drafter.rows] == [False] * 4 + [True]
+    assert [row.temperature for row in drafter.rows] == [0.0] * 4 + [0.5]
+    assert drafter.rows[0].noise is None and drafter.rows[4].noise is rows[4].sampler.noise
+    assert not plan.decided and [str(choice.arm) for choice in plan.choices][-1] == "chain@scripted"
+
+
+def test_the_drafter_is_not_asked_where_nothing_is_to_be_drafted():
+    drafter = Asked()
+    plan = planner(drafter).plan([sequence(10, Request("off", 0, ())), sequence(38, fixed())], most=99)
+    assert drafter.rows == [] and plan.tree.sizes == [1, 1]
+    assert plan.tree.tokens.tolist() == [[7], [7]]
+
+
+def test_the_policy_is_told_which_drafts_tell_of_the_drafter():
+    policy, drafter = (
+        Told(Choice(TREE, 4), Choice(TREE, 4), Choice(OFF, 0), Choice(TREE, 4)),
+        Asked(behind=[3]),
+    )
+    # The second one's draft is cut short by the end of its answer, the last one's text is not processed yet.
+    rows = [
+        sequence(10, automatic()),
+        sequence(10, automatic(), max_tokens=4),
+        *(sequence(10, automatic()),) * 2,
+    ]
+    plan = planner(drafter, policy).plan(rows, most=99)
+    assert policy.planned == ([automatic()] * 4, [10] * 4, [True] * 4)
+    assert policy.whole == [True, False, True, False] and plan.decided
+
+
+def test_a_row_without_room_for_a_node_says_nothing_of_the_drafter():
+    policy, drafter = Told(Choice(TREE, 4)), Asked()
+    planner(drafter, policy).plan([sequence(10, automatic())], most=0)
+    assert policy.whole == [False] and drafter.rows == []
+
+
+def test_what_was_behind_in_another_round_says_nothing_of_one_without_drafts():
+    policy, drafter = Told(Choice(OFF, 0)), Asked(behind=[0])
+    planner(drafter, policy).plan([sequence(10, automatic())], most=99)
+    assert policy.whole == [True]
+
+
+def test_a_part_that_is_behind_counts_among_several():
+    policy = Told(*[Choice(TREE, 4)] * 2)
+    merged = Merged([Scripted([[*tiny.prompt(10), 7]] * 2), Asked(behind=[1])])
+    for row in range(2):
+        merged.add_row()
+        merged.observe(row, tiny.prompt(10), None)
+    planner(merged, policy).plan([sequence(10, automatic(4)), sequence(10, automatic(4))], most=99)
+    assert policy.whole == [True, False]
+
+
+def test_the_policy_learns_of_the_rounds_that_it_had_a_say_in_only():
+    policy = Told(Choice(TREE, 4))
+    made = planner(Asked(), policy)
+    for request, lessons in ((fixed(), 0), (automatic(), 1)):
+        plan = made.plan([sequence(10, request)], most=99)
+        made.learn(plan, [[0]], [[3]], {"draft": 1.0})
+        assert len(policy.lessons) == lessons
+    assert policy.lessons == [(plan.tree, [[0]], [[3]], {"draft": 1.0})]
+
+
+def test_an_engines_policy_is_its_planners():
+    model = tiny.model("llama")
+    engine = Engine(Target(model), Scripted([]))
+    assert engine.policy is None and engine.members == ("scripted",)
+    engine.policy = policy = Told()
+    assert engine.policy is policy is engine._planner.policy

@@ -1,0 +1,210 @@
+"""Admission by memory: what can never fit is refused, what does not fit now waits, and the bound holds."""
+
+import pytest
+
+import reference
+import tiny
+from ddtree.drafters import holdings_of
+from ddtree.engine.engine import Engine
+from ddtree.errors import ConfigError, PromptError
+from ddtree.model.autoregressive import AutoregressiveTarget
+from ddtree.model.target import Target
+from ddtree.sampling.sampler import SamplingParams
+
+# Two layers of keys and values, two heads of 8 floats.
+TOKEN = 2 * 2 * 2 * 8 * 4
+# Outputs of two layers.
+FEATURES = 2 * 32 * 4
+# Buffers of two rows of 512 tokens, the target's and DFlash's, features that wait, and a prompt beside them.
+LIMIT = 2 * 512 * 2 * TOKEN + 4 * 128 * FEATURES + 60 * (TOKEN + FEATURES)
+
+
+def params(max_tokens):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+
+
+def size(tensors):
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def kept(engine):
+    """Bytes of the tensors that are kept of the tokens of an engine."""
+    caches = [engine._cache, *(holding.cache for holding in holdings_of(engine.drafter))]
+    features = [part for one in backbones(engine.drafter) for row in one._unread for part in row]
+    if engine._joining is not None:
+        caches.append(engine._joining.cache)
+        features += [part for _, part in engine._joining.observed if part is not None]
+    if engine.prefixes is not None:
+        features += [part for row in engine.prefixes._answers for part in row]
+    return sum(size(cache._stacks) for cache in caches) + sum(part.numel() * 4 for part in features)
+
+
+def backbones(drafter):
+    own = [drafter.backbone] if hasattr(drafter, "backbone") else []
+    return own + [inner for part in getattr(drafter, "drafters", ()) for inner in backbones(part)]
+
+
+def finish(engine, limit=LIMIT):
+    most = 0
+    while not engine.idle:
+        engine.step()
+        most = max(most, len(engine.running))
+        assert kept(engine) <= limit
+        assert engine.kv_bytes()[0] <= engine.kv_bytes()[1] == limit
+    return most
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+def engine_of(model, **options):
+    return Engine(Target(model), tiny.drafter("tree", model), cache_bytes=LIMIT, prefill_chunk=16, **options)
+
+
+def texts(model, asked):
+    """Each alone, without a bound."""
+    engine = Engine(Target(model))
+    sequences = [engine.add(prompt, params(length)) for prompt, length in asked]
+    while not engine.idle:
+        engine.step()
+    return [sequence.tokens for sequence in sequences]
+
+
+def test_what_can_never_fit_is_refused_with_its_size(model):
+    tight = Engine(Target(model), cache_bytes=300 * TOKEN)
+    with pytest.raises(
+        PromptError, match=r"a prompt of 20 tokens with an answer of up to 200 needs 0\.1 MiB .* cache_bytes"
+    ):
+        tight.add(tiny.prompt(20), params(200))
+    tight.add(tiny.prompt(20), params(150))
+    # An answer that the context cuts short takes no more than the context.
+    engine_of(model).add(tiny.prompt(20), params(10**9))
+    with pytest.raises(ConfigError, match="is too little for any text: give at least"):
+        Engine(Target(model), cache_bytes=100 * TOKEN)
+
+
+def test_what_does_not_fit_now_waits_for_its_turn(model):
+    engine = engine_of(model)
+    asked = [
+        (tiny.prompt(9), 30),
+        (tiny.prompt(40, 1), 200),
+        (tiny.prompt(12, 2), 20),
+        (tiny.prompt(5, 3), 20),
+    ]
+    sequences = [engine.add(prompt, params(length)) for prompt, length in asked]
+    engine.step()
+    engine.step()
+    assert finish(engine) == 2
+    assert [s.tokens for s in sequences] == texts(model, asked)
+
+
+def test_many_short_ones_run_together_after_a_long_one_has_left_its_buffers(model):
+    engine = engine_of(model)
+    long = engine.add(tiny.prompt(50), params(300))
+    finish(engine)
+    assert engine._cache.capacity == 512 and long.output_length == 300
+    asked = [(tiny.prompt(5, seed), 20) for seed in range(8)]
+    sequences = [engine.add(prompt, params(length)) for prompt, length in asked]
+    assert finish(engine) == 4
+    assert [s.tokens for s in sequences] == texts(model, asked)
+
+
+def test_the_order_of_arrival_is_kept(model):
+    engine = engine_of(model)
+    first = engine.add(tiny.prompt(9), params(60))
+    engine.step()
+    others = [engine.add(tiny.prompt(30, seed), params(300)) for seed in range(2)]
+    small = engine.add(tiny.prompt(4), params(5))
+    order = []
+    while not engine.idle:
+        order += [s for s in engine.step() if s.output_length and s not in order]
+        assert kept(engine) <= LIMIT
+    assert order == [first, *others, small]
+
+
+def test_a_wide_tree_does_not_break_the_bound(model):
+    engine = engine_of(model)
+    asked = [(tiny.prompt(30, seed), 160) for seed in range(4)]
+    sequences = [engine.add(prompt, params(length), budget=1024) for prompt, length in asked]
+    sizes = []
+    engine.listener = lambda one: sizes.append(max(one.tree.sizes))
+    finish(engine)
+    assert [s.tokens for s in sequences] == texts(model, asked)
+    assert max(sizes) > 100
+
+
+def test_a_target_with_caches_of_its_own_cannot_be_bounded(model):
+    with pytest.raises(ConfigError, match="cannot bound the caches that LlamaForCausalLM makes for itself"):
+        Engine(AutoregressiveTarget(model), cache_bytes=10**9)
+
+
+def test_a_prompt_that_fits_without_a_drafter_only_is_refused_with_one(model):
+    limit = 512 * TOKEN + 100 * (TOKEN + FEATURES)
+    Engine(Target(model), tiny.drafter("lookup", model), cache_bytes=limit).add(tiny.prompt(20), params(200))
+    with pytest.raises(
+        PromptError, match=r"of keys and values with the drafter's, and cache_bytes allows 0\.2"
+    ):
+        Engine(Target(model), tiny.drafter("tree", model), cache_bytes=limit).add(
+            tiny.prompt(20), params(200)
+        )
+
+
+@pytest.mark.parametrize(("kind", "together"), [("lookup", 2), ("tree", 1), ("draft", 1)])
+def test_a_drafter_that_keeps_rows_of_its_own_leaves_room_for_fewer(model, kind, together):
+    limit = 2 * 512 * TOKEN + 512 * FEATURES
+    engine = Engine(Target(model), tiny.drafter(kind, model), cache_bytes=limit)
+    asked = [(tiny.prompt(40, seed), 200) for seed in range(2)]
+    sequences = [engine.add(prompt, params(length)) for prompt, length in asked]
+    assert finish(engine, limit) == together
+    assert [s.tokens for s in sequences] == texts(model, asked)
+
+
+@pytest.mark.parametrize("kind", ["tree", "treeflash", "domino", "d2sd", "continuity", "draft", "merged"])
+def test_what_is_counted_is_what_the_drafter_allocates(model, kind):
+    drafter = tiny.drafter(kind, model)
+    engine = Engine(Target(model), drafter)
+    for seed in range(3):
+        engine.add(tiny.prompt(30, seed), params(40), budget=8)
+    engine.step()
+    for _ in range(3):
+        engine.step()
+    held = holdings_of(drafter)
+    assert len(held) == {"merged": 2}.get(kind, 1)
+    for holding in held:
+        # 30 + 40 tokens and all that is not committed lie within the first 256 columns, three rows among four.
+        assert holding.bytes(3, 70) - 3 * holding.row == size(holding.cache._stacks) == 4 * 256 * TOKEN
+        assert holding.cache.used_bytes == sum(holding.cache.lengths) * TOKEN > 0
+
+
+def test_the_features_that_wait_for_a_block_are_counted(model):
+    drafter = tiny.drafter("tree", model)
+    engine = Engine(Target(model), drafter)
+    engine.add(tiny.prompt(30), params(300), method="off")
+    (holding,), most = holdings_of(drafter), 0
+    while not engine.idle:
+        engine.step()
+        most = max(most, sum(part.numel() * 4 for row in drafter.backbone._unread for part in row))
+    assert most == holding.row == 128 * FEATURES
+
+
+@pytest.mark.parametrize("kind", ["tree", "d2sd", "draft", "merged"])
+@pytest.mark.parametrize("prefix_bytes", [0, 2**20])
+def test_the_bound_holds_whatever_the_drafter_keeps(model, kind, prefix_bytes):
+    limit = 3 * 2**20
+    engine = Engine(
+        Target(model),
+        tiny.drafter(kind, model),
+        cache_bytes=limit,
+        prefix_bytes=prefix_bytes,
+        prefill_chunk=64,
+    )
+    asked = [
+        (tiny.prompt(length, length), answer) for length, answer in [(8, 12), (9, 8), (300, 20), (5, 90)]
+    ]
+    asked += [(tiny.prompt(length, length), 10) for length in (6, 7, 10, 150)]
+    sequences = [engine.add(prompt, params(answer), budget=12) for prompt, answer in asked]
+    assert finish(engine, limit) > 1
+    for sequence, (prompt, answer) in zip(sequences, asked, strict=True):
+        assert sequence.output == reference.decode(model, prompt, params(answer), answer)

@@ -1,0 +1,134 @@
+"""The middleware of vLLM's server, before apps that stand for vLLM."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+from ddtree.integrations.vllm.frontend import METRICS, Middleware, Refusal
+
+WRONG = {"method": "x"}
+
+
+def body(**fields):
+    return json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
+
+
+async def echo(scope, receive, send):
+    """Answers with the body it got."""
+    message = await receive()
+    await answer(send, 200, message["body"])
+    assert (await receive())["type"] == "http.disconnect"
+
+
+async def guarded(scope, receive, send):
+    """Has no key from anyone, and reads nothing."""
+    await answer(send, 401, b"no key")
+
+
+async def mending(scope, receive, send):
+    """Answers what cannot be read by itself, as FastAPI does."""
+    try:
+        await receive()
+    except Refusal:
+        await answer(send, 400, b"There was an error parsing the body")
+
+
+async def answer(send, status, text):
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": text})
+
+
+def exchanged(incoming, app=echo, path="/v1/completions", method="POST", state=None):
+    """Messages that a client gets for those it sends, and how many of these were read."""
+    waiting, outgoing = list(incoming), []
+
+    async def receive():
+        return waiting.pop(0)
+
+    async def send(message):
+        outgoing.append(message)
+
+    headers = [(b"Content-Type", b"application/json"), (b"content-length", b"1000")]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": state}
+    asyncio.run(Middleware(app)(scope, receive, send))
+    return outgoing, len(incoming) - len(waiting)
+
+
+def asked(sent, **how):
+    """Status and body of the answer to a body in two parts."""
+    half = len(sent) // 2
+    parts = [
+        {"type": "http.request", "body": sent[:half], "more_body": True},
+        {"type": "http.request", "body": sent[half:]},
+        {"type": "http.disconnect"},
+    ]
+    (start, *rest), _ = exchanged(parts, **how)
+    assert all(message["type"] == "http.response.body" for message in rest)
+    return start["status"], b"".join(message["body"] for message in rest)
+
+
+def test_requests_are_passed_on_changed():
+    status, got = asked(body(ddtree={"method": "tree"}))
+    assert status == 200 and json.loads(got)["vllm_xargs"] == {"ddtree": '{"method": "tree"}'}
+
+
+def test_the_app_is_told_no_length_that_is_another_one():
+    async def app(scope, receive, send):
+        assert [name for name, _ in scope["headers"]] == [b"Content-Type"]
+        await echo(scope, receive, send)
+
+    assert asked(body(ddtree={}), app=app)[0] == 200
+
+
+def test_refusals_have_openais_form():
+    for app in (echo, mending):
+        status, got = asked(body(ddtree=WRONG), app=app)
+        error = json.loads(got)["error"]
+        assert (status, error["param"], error["code"]) == (400, "ddtree", 400)
+        assert "choose auto, off, chain or tree" in error["message"]
+
+
+def test_who_has_no_key_is_told_so_whatever_was_sent():
+    assert asked(body(ddtree=WRONG), app=guarded) == (401, b"no key")
+
+
+def test_nothing_is_read_before_the_app_asks_for_it():
+    _, read = exchanged([{"type": "http.request", "body": body(ddtree=WRONG)}], guarded)
+    assert read == 0
+
+
+def test_a_client_that_leaves_within_its_request_has_left():
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(await receive())
+
+    half = {"type": "http.request", "body": b'{"ddtree": ', "more_body": True}
+    assert exchanged([half, {"type": "http.disconnect"}], app) == ([], 2)
+    assert seen == [{"type": "http.disconnect"}]
+
+
+def test_the_vocabulary_is_the_models():
+    model = SimpleNamespace(get_vocab_size=lambda: 64)
+    state = SimpleNamespace(state=SimpleNamespace(vllm_config=SimpleNamespace(model_config=model)))
+    assert asked(body(logit_bias={"63": 1}), state=state)[0] == 200
+    assert asked(body(logit_bias={"64": 1}), state=state)[0] == 400
+
+
+def test_the_counters_of_all_engines_are_summed():
+    class Core:
+        async def call_utility_all_async(self, *call):
+            assert call[:2] == ("collective_rpc", "ddtree_counters")
+            own = {"nodes": 3, "tau": 1.5, "arms": {"off": 1, 'a"b': 2}, "drafting_failed": 0}
+            return [[own, own], [{"nodes": 4, "arms": {"off": 1}, "drafting_failed": 1}]]
+
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(engine_core=Core())))
+    status, got = asked(b"", path=METRICS, method="GET", state=app)
+    lines = got.decode().splitlines()
+    assert status == 200
+    assert "ddtree_vllm_nodes_total 7" in lines
+    assert 'ddtree_vllm_arms_total{arm="off"} 2' in lines
+    assert 'ddtree_vllm_arms_total{arm="a\\"b"} 2' in lines
+    assert "# TYPE ddtree_vllm_nodes_total counter" in lines
+    assert "# TYPE ddtree_vllm_drafting_failed gauge" in lines and "ddtree_vllm_drafting_failed 1" in lines
+    assert not any("tau" in line for line in lines)

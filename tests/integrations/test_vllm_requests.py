@@ -1,0 +1,173 @@
+"""What a request to vLLM asks for, without vLLM: fields, ranges, and where they travel."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from ddtree.errors import ConfigError
+from ddtree.integrations.vllm import requests
+from ddtree.integrations.vllm.frontend import Refusal, translate
+from ddtree.sampling.noise import MAX_SEED
+
+PLAIN = dict(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+    frequency_penalty=0.0, min_tokens=0, max_tokens=16, seed=None, logit_bias=None, structured_outputs=None,
+    allowed_token_ids=None, watermarking=None, thinking_token_budget=None, _bad_words_token_ids=None,
+)  # fmt: skip
+DEFAULTS = SimpleNamespace(**PLAIN)
+
+
+def params(**fields):
+    return SimpleNamespace(**(PLAIN | fields))
+
+
+def body(**fields):
+    return json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
+
+
+def moved(**fields):
+    """What a request's fields become for vLLM."""
+    sent = json.loads(translate(body(**fields)))
+    said = sent.pop("vllm_xargs", {}).get("ddtree")
+    return sent, None if said is None else json.loads(said)
+
+
+def test_nothing_said_is_nothing_asked():
+    assert requests.asked(None) == requests.asked({}) == requests.asked({"other": 1}) == requests.Asked()
+
+
+@pytest.mark.parametrize("write", [lambda said: said, json.dumps], ids=["object", "text"])
+def test_an_object_and_its_json_text_ask_for_the_same(write):
+    said = {"method": "tree", "budget": 24, "min_p": 0.1, "logit_bias": {"42": -1.5}}
+    asked = requests.asked({"ddtree": write(said)})
+    assert asked == requests.Asked({"method": "tree", "budget": 24}, 0.1, {42: -1.5})
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"method": "fast"}, "method"),
+        ({"budget": -1}, "budget"),
+        ({"budget": True}, "budget"),
+        ({"depth": 0}, "depth"),
+        ({"depht": 3}, "depth"),
+        ({"min_p": 2}, "min_p"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ([], "object"),
+        (3, "object"),
+        ("{", "object"),
+    ],
+)
+def test_what_is_wrong_is_named(said, named):
+    with pytest.raises(ConfigError, match=named):
+        requests.asked({"ddtree": said})
+
+
+def test_sampling_is_this_packages():
+    asked = requests.Asked({}, 0.05, {3: 2.0})
+    drawn = requests.sampling(
+        params(
+            temperature=0.7, top_k=-1, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, seed=-1,
+            min_tokens=2, _bad_words_token_ids=[[5, 6]],
+        ),
+        asked,
+    )  # fmt: skip
+    assert (drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p) == (0.7, 0, 0.9, 0.05)
+    assert (drawn.repetition_penalty, drawn.presence_penalty, drawn.min_tokens) == (1.1, 0.5, 2)
+    assert (drawn.logit_bias, drawn.bad_words, drawn.seed) == ({3: 2.0}, ((5, 6),), -1 % MAX_SEED)
+
+
+def test_a_request_without_an_end_has_the_longest():
+    assert requests.sampling(params(max_tokens=None), requests.Asked()).max_tokens > 10**9
+
+
+def test_what_cannot_be_kept_exact_is_the_requests_error():
+    with pytest.raises(ConfigError, match="presence_penalty"):
+        requests.sampling(params(presence_penalty=5.0), requests.Asked())
+
+
+def test_fields_that_trees_do_not_know_are_named_unless_they_ask_for_nothing():
+    names = tuple(PLAIN)
+    assert requests.unsupported(params(temperature=1.0, seed=3), DEFAULTS, names) is None
+    assert requests.unsupported(params(watermarking=False, allowed_token_ids=[]), DEFAULTS, names) is None
+    name, message = requests.unsupported(params(structured_outputs=object()), DEFAULTS, names)
+    assert name == "structured_outputs" and "grammar" in message
+    name, message = requests.unsupported(params(allowed_token_ids=[1]), DEFAULTS, names)
+    assert name == "allowed_token_ids" and "logit_bias" in message
+    name, _ = requests.unsupported(params(thinking_token_budget=0), DEFAULTS, names)
+    assert name == "thinking_token_budget"
+
+
+def test_token_ids_that_the_model_lacks_are_left_out():
+    drawn = requests.sampling(
+        params(_bad_words_token_ids=[[5], [3, 64]]), requests.Asked({}, 0.0, {63: 1.0, 64: 2.0})
+    )
+    kept = requests.within(drawn, 64)
+    assert kept.logit_bias == {63: 1.0} and kept.bad_words == ((5,),)
+
+
+def test_text_nested_too_deeply_is_the_requests_error():
+    with pytest.raises(ConfigError, match="object"):
+        requests.asked({"ddtree": "[" * 100_000})
+
+
+def test_requests_that_say_nothing_of_drafting_are_not_touched():
+    nested = b'{"min_p": ' + b"[" * 100_000
+    for sent in (body(temperature=0), b"{", b"[]", b"", b'["min_p"]', b'{"min_p', nested):
+        assert translate(sent) is sent
+
+
+def test_drafting_travels_where_vllm_has_a_place_for_it():
+    sent, said = moved(ddtree={"method": "chain", "depth": 4}, temperature=0)
+    assert sent == {"model": "m", "prompt": "hello", "temperature": 0}
+    assert said == {"method": "chain", "depth": 4}
+
+
+def test_what_vllm_refuses_beside_drafting_travels_with_it():
+    sent, said = moved(min_p=0.1, logit_bias={"7": 3})
+    assert "min_p" not in sent and "logit_bias" not in sent
+    assert said == {"min_p": 0.1, "logit_bias": {"7": 3}}
+
+
+@pytest.mark.parametrize("fields", [{"min_p": None}, {"logit_bias": None}, {"ddtree": None}, {"ddtree": {}}])
+def test_fields_that_ask_for_nothing_are_dropped(fields):
+    assert moved(**fields) == ({"model": "m", "prompt": "hello"}, None)
+
+
+def test_a_clients_own_arguments_stay():
+    sent = json.loads(translate(body(vllm_xargs={"mine": 1}, min_p=0.5)))
+    assert sent["vllm_xargs"] == {"mine": 1, "ddtree": '{"min_p": 0.5}'}
+
+
+@pytest.mark.parametrize("arguments", ["mine", "", []])
+def test_arguments_that_are_no_object_stay_for_vllm_to_refuse(arguments):
+    assert json.loads(translate(body(vllm_xargs=arguments, min_p=0.5)))["vllm_xargs"] == arguments
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ddtree": {"method": "x"}}, "ddtree"),
+        ({"ddtree": {"depth": 99}}, "ddtree"),
+        ({"ddtree": "tree"}, "ddtree"),
+        ({"min_p": 3}, "min_p"),
+        ({"min_p": "low"}, "min_p"),
+        ({"min_p": ""}, "min_p"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": {"-1": 3}}, "logit_bias"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+    ],
+)
+def test_what_is_wrong_in_a_request_is_refused_with_its_field(fields, param):
+    with pytest.raises(Refusal) as refused:
+        translate(body(**fields))
+    assert refused.value.param == param
+
+
+def test_a_bias_of_a_token_that_the_model_lacks_is_refused():
+    assert translate(body(logit_bias={"63": 1}), 64)
+    with pytest.raises(Refusal, match="logit_bias names token 64") as refused:
+        translate(body(logit_bias={"64": 1}), 64)
+    assert refused.value.param == "logit_bias"

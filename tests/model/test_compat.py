@@ -1,0 +1,45 @@
+"""What differs between releases of transformers; run against both ends of the range."""
+
+import torch
+import transformers as hf
+
+import tiny
+from ddtree.model import compat
+
+
+def test_the_cache_goes_in_and_comes_out_under_its_name_of_this_release():
+    model = tiny.model()
+    name = compat.cache_argument(model)
+    assert name in compat.CACHE_NAMES
+    ids = torch.tensor([tiny.prompt(9)])
+    with torch.inference_mode():
+        whole = model(ids).logits[0, -1]
+        cache = compat.cache_of(model(ids[:, :-1], use_cache=True))
+        assert torch.allclose(model(ids[:, -1:], **{name: cache}).logits[0, -1], whole, atol=1e-4)
+
+
+def test_recurrent_models_have_a_name_too():
+    torch.manual_seed(0)
+    model = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=tiny.VOCAB, hidden_size=16, num_hidden_layers=1))
+    output = model(torch.tensor([tiny.prompt(4)]), use_cache=True)
+    assert compat.cache_argument(model) in compat.CACHE_NAMES
+    assert compat.cache_of(output) is not None
+
+
+def test_an_argument_that_generate_drops_is_found_in_its_call():
+    found = []
+
+    def custom(model, input_ids, **_):
+        found.append(compat.dropped_argument("streamer"))
+        return input_ids
+
+    class Streamer:
+        def put(self, value):
+            pass
+
+    streamer = Streamer()
+    ids = torch.tensor([tiny.prompt(4)])
+    tiny.model().generate(ids, custom_generate=custom, streamer=streamer, max_new_tokens=2)
+    tiny.model().generate(ids, custom_generate=custom, max_new_tokens=2)
+    assert found == [streamer, None]
+    assert compat.dropped_argument("streamer") is None

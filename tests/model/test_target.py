@@ -1,0 +1,265 @@
+"""The target: prefill, tree verification and features equal plain forwards of transformers."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers as hf
+
+import tiny
+from ddtree.errors import ConfigError, UnsupportedModelError
+from ddtree.model import attention
+from ddtree.model.target import Target, why_no_tree
+from ddtree.tree import DraftTree
+
+TOLERANCE = 2e-4
+
+
+def plain_logits(model, tokens):
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def ragged_tree():
+    return DraftTree(
+        tokens=torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 11, 0]]),
+        parents=torch.tensor([[0, 0, 0, 2, 3], [0, 0, 1, 0, 0]]),
+        depths=torch.tensor([[0, 1, 1, 2, 3], [0, 1, 2, 1, 0]]),
+        logprobs=torch.zeros(2, 5),
+        sizes=[5, 4],
+    )
+
+
+def path_of(tree, row, node):
+    path = [node]
+    while path[-1] != 0:
+        path.append(int(tree.parents[row, path[-1]]))
+    return [int(tree.tokens[row, n]) for n in reversed(path)]
+
+
+def start(target, prompts, chunk):
+    cache = target.new_cache()
+    last = []
+    for row, prompt in enumerate(prompts):
+        cache.add_row()
+        last.append([forward for _, forward in target.prefill(cache, row, prompt, chunk)][-1])
+    return cache, last
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 4, 512])
+def test_prefill_in_chunks_of_any_size_gives_the_plain_logits(family, chunk):
+    model = tiny.model(family)
+    prompt = tiny.prompt(23)
+    _, (forward,) = start(Target(model), [prompt], chunk)
+    assert forward.logits.shape == (1, 1, tiny.VOCAB)
+    torch.testing.assert_close(forward.logits[0, 0], plain_logits(model, prompt)[-1], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_node_logits_equal_path_logits_in_a_ragged_batch_across_the_window(family):
+    model = tiny.model(family)
+    target = Target(model)
+    prompts = [tiny.prompt(17), tiny.prompt(5, seed=1)]
+    cache, _ = start(target, prompts, 6)
+    tree = ragged_tree()
+    logits = target.verify(cache, tree).logits
+    for row, prompt in enumerate(prompts):
+        for node in range(tree.sizes[row]):
+            plain = plain_logits(model, prompt + path_of(tree, row, node))[-1]
+            torch.testing.assert_close(logits[row, node], plain, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_after_a_commit_the_cache_holds_the_accepted_path_only(family):
+    model = tiny.model(family)
+    target = Target(model)
+    prompts = [tiny.prompt(17), tiny.prompt(5, seed=1)]
+    cache, _ = start(target, prompts, 512)
+    target.verify(cache, ragged_tree())
+    cache.commit([[0, 2, 3, 4], [0, 3]])
+    assert cache.lengths == [21, 7]
+    logits = target.verify(cache, DraftTree.root([9, 12], torch.device("cpu"))).logits
+    for row, (prompt, path) in enumerate(zip(prompts, [[3, 5, 6, 7, 9], [8, 11, 12]], strict=True)):
+        plain = plain_logits(model, prompt + path)[-1]
+        torch.testing.assert_close(logits[row, 0], plain, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("wrong", ["linear positions", "causal mask", "no compaction"])
+def test_the_comparison_fails_for_a_wrong_verification(wrong, monkeypatch):
+    model = tiny.model("llama")
+    target = Target(model)
+    prompt = tiny.prompt(17)
+    cache, _ = start(target, [prompt], 512)
+    tree = ragged_tree().row(0)
+    depths, visible = tree.depths, None
+    if wrong == "linear positions":
+        from ddtree.tree import ancestor_mask
+
+        depths, visible = torch.arange(5)[None], ancestor_mask(tree)
+    logits = target.extend(cache, tree.tokens, depths, visible).logits
+    node = 4
+    if wrong == "no compaction":
+        cache.commit([[0, 1, 2, 3]])
+        logits = target.verify(cache, DraftTree.root([7], torch.device("cpu"))).logits
+        node = 0
+    plain = plain_logits(model, [*prompt, *path_of(tree, 0, 4)])[-1]
+    assert (logits[0, node] - plain).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_features_are_the_outputs_of_decoder_layers(family):
+    model = tiny.model(
+        family,
+        num_hidden_layers=3,
+        **({"layer_types": ["sliding_attention"] * 3} if family == "gemma3" else {}),
+    )
+    target = Target(model, feature_layers=(2, 0))
+    prompt = tiny.prompt(11)
+    cache = target.new_cache()
+    cache.add_row()
+    parts = [forward.features for _, forward in target.prefill(cache, 0, prompt, 4)]
+    features = torch.cat(parts, dim=1)[0]
+    with torch.inference_mode():
+        states = model(
+            input_ids=torch.tensor([prompt]), output_hidden_states=True, use_cache=False
+        ).hidden_states
+        normed = model.get_decoder().norm(features[:, :32])
+    torch.testing.assert_close(features[:, 32:], states[1][0], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(normed, states[-1][0], atol=TOLERANCE, rtol=0)
+
+
+def test_the_model_keeps_its_own_attention_outside_our_forwards():
+    model = tiny.model("gemma2")
+    before = plain_logits(model, tiny.prompt(12))
+    target = Target(model, feature_layers=(0,))
+    start(target, [tiny.prompt(12)], 512)
+    assert model.config._attn_implementation != attention.NAME
+    assert torch.equal(before, plain_logits(model, tiny.prompt(12)))
+    target.close()
+    assert not any(layer._forward_hooks for layer in model.get_decoder().layers)
+
+
+def test_a_feature_layer_out_of_range_is_named():
+    with pytest.raises(ConfigError, match=r"feature layer 2 is outside the target's layers 0\.\.1"):
+        Target(tiny.model(), feature_layers=(0, 2))
+
+
+@pytest.mark.parametrize("limit", [0, 1, 513, -4])
+def test_a_context_beyond_the_models_own_is_refused(limit):
+    with pytest.raises(ConfigError, match=f"max_context={limit} is outside 2..512"):
+        Target(tiny.model(), max_context=limit)
+
+
+def recurrent_model():
+    config = hf.Qwen3NextConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16, pad_token_id=0, max_position_embeddings=256,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = hf.Qwen3NextForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_hybrid_state_is_refused_by_layer_type_with_what_works_instead():
+    with pytest.raises(UnsupportedModelError, match=r'linear_attention layers.*use drafter="none"'):
+        Target(recurrent_model())
+
+
+def test_encoder_decoders_are_refused_by_name():
+    model = hf.T5ForConditionalGeneration(
+        hf.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
+    )
+    assert "T5ForConditionalGeneration is an encoder-decoder" in why_no_tree(model)
+
+
+def test_models_outside_the_attention_interface_are_refused():
+    model = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModelError, match="attention interface"):
+        Target(model)
+
+
+def test_an_untested_family_is_probed_when_loaded(monkeypatch):
+    config = hf.GraniteConfig(
+        **{k: v for k, v in tiny._SHAPE.items() if k != "initializer_range"}, initializer_range=0.3
+    )
+    torch.manual_seed(0)
+    model = hf.GraniteForCausalLM(config).eval()
+    Target(model)
+    monkeypatch.setattr(attention.Visibility, "bias", lambda self, window, fold=1: None)
+    with pytest.raises(UnsupportedModelError, match="other logits for a draft tree"):
+        Target(model)
+
+
+def path_and_tree_logits(family):
+    """The same path's logits in bfloat16, one token at a time and within a tree of decoys."""
+    model = tiny.model(family).to(torch.bfloat16)
+    target = Target(model)
+    path = tiny.prompt(12, seed=3)
+    cache, _ = start(target, [tiny.prompt(40)], 512)
+    one_by_one = []
+    for token in path:
+        one_by_one.append(target.verify(cache, DraftTree.root([token], torch.device("cpu"))).logits[0, 0])
+        cache.commit([[0]])
+    cache, _ = start(target, [tiny.prompt(40)], 512)
+    # Every node of the path is followed by two siblings of its child that nothing continues.
+    nodes, parents, depths, places = [path[0]], [0], [0], [0]
+    for depth, token in enumerate(path[1:], 1):
+        parents += [places[-1]] * 3
+        nodes += [(token + 1) % tiny.VOCAB, (token + 2) % tiny.VOCAB, token]
+        depths += [depth] * 3
+        places.append(len(nodes) - 1)
+    zeros = torch.zeros(1, len(nodes))
+    tree = DraftTree(
+        torch.tensor([nodes]), torch.tensor([parents]), torch.tensor([depths]), zeros, [len(nodes)]
+    )
+    return torch.stack(one_by_one), target.verify(cache, tree).logits[0, places]
+
+
+def test_bfloat16_logits_of_a_tree_are_bit_for_bit_those_of_plain_decoding():
+    plain, tree = path_and_tree_logits("llama")
+    assert (plain == tree).float().mean() > 0.9
+
+
+def test_longrope_ends_where_its_factors_would_change():
+    """Beyond the original length a forward's longest position decides how all its tokens are turned."""
+    short = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = tiny.model(
+        "phi3",
+        sliding_window=None,
+        original_max_position_embeddings=48,
+        rope_parameters={**short, "original_max_position_embeddings": 48},
+    )
+    assert Target(model).max_context == 48
+    with pytest.raises(ConfigError, match=r"max_context=64 is outside 2\.\.48"):
+        Target(model, max_context=64)
+
+
+def test_layers_under_their_older_name_are_found():
+    torch.manual_seed(0)
+    config = hf.GPT2Config(
+        vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
+    model = hf.GPT2LMHeadModel(config).eval()
+    prompt = tiny.prompt(9)
+    _, (forward,) = start(Target(model, feature_layers=(0,)), [prompt], 4)
+    torch.testing.assert_close(forward.logits[0, 0], plain_logits(model, prompt)[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_threads_that_run_one_model_do_not_leave_our_attention_on_it():
+    model = tiny.model("llama")
+    before = model.config._attn_implementation
+    targets = [Target(model, feature_layers=(0,)) for _ in range(2)]
+    expected = [start(targets[0], [tiny.prompt(30, seed)], 1)[1][0].logits for seed in range(4)]
+
+    def decode(index):
+        return start(targets[index % 2], [tiny.prompt(30, index)], 1)[1][0].logits
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(decode, range(4)))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert model.config._attn_implementation == before
