@@ -62,6 +62,20 @@ class Case(NamedTuple):
         return "-".join(map(str, self))
 
 
+def block(family: str, kind: str, sampling: str) -> list[Case]:
+    """All budgets and numbers of rows of a family, drafter and way of sampling."""
+    return [Case(family, kind, sampling, *rest) for rest in itertools.product(BUDGETS, ROWS)]
+
+
+def true_paths() -> list[Case]:
+    """Block A."""
+    return [
+        case
+        for family, sampling in itertools.product(tiny.FAMILIES, SAMPLING)
+        for case in block(family, "scripted", sampling)
+    ]
+
+
 def covering() -> list[Case]:
     """Block B: a case for every family and drafter, in which all pairs of values of two factors occur.
 
@@ -156,8 +170,3 @@ def check(case: Case, length: int = LENGTH) -> Engine:
     if case.kind in KNOWING:
         assert min(sequence.stats.tau for sequence in sequences) > (3 if case.budget > 1 else 1.5), str(case)
     return engine
-
-
-def full(family: str, kind: str, sampling: str) -> list[Case]:
-    """All budgets and numbers of rows of a family, drafter and way of sampling."""
-    return [Case(family, kind, sampling, budget, rows) for budget, rows in itertools.product(BUDGETS, ROWS)]

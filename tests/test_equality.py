@@ -17,7 +17,7 @@ COVERING = matrix.covering()
 @SAMPLING
 @FAMILIES
 def test_a_true_path_among_wrong_siblings_is_accepted_and_changes_nothing(family, sampling):
-    for case in matrix.full(family, "scripted", sampling):
+    for case in matrix.block(family, "scripted", sampling):
         matrix.check(case)
 
 
@@ -47,5 +47,5 @@ def test_any_two_values_meet_in_some_case():
 @pytest.mark.parametrize("kind", matrix.DRAFTERS)
 @FAMILIES
 def test_every_combination_gives_the_plain_loops_tokens(family, kind, sampling):
-    for case in matrix.full(family, kind, sampling):
+    for case in matrix.block(family, kind, sampling):
         matrix.check(case, length=200)
