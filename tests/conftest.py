@@ -3,9 +3,9 @@ import random
 
 import pytest
 
-from ddtree.model.demo import cache_folder
 from ddtree.policy import store
 from ddtree.sampling import params
+from ddtree.storage import cache_folder
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import DrafterSpec, folder_of, load_drafter
 from ddtree.engine.detokenizer import Detokenizer, bad_word_ids
 from ddtree.engine.engine import Engine, Sequence
-from ddtree.engine.planner import suggestion, unmeasured
+from ddtree.engine.planner import unmeasured
 from ddtree.engine.sequence import Piece, Result
 from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.model.autoregressive import AutoregressiveTarget
@@ -32,6 +32,7 @@ from ddtree.policy.latency import LatencyModel
 from ddtree.prompts import Message, Prompt
 from ddtree.sampling.params import check_whole
 from ddtree.sampling.sampler import SamplingParams
+from ddtree.validation import did_you_mean
 
 __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
 
@@ -291,7 +292,7 @@ class Model:
     def _params(self, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
         for name in sampling:
             if name not in _SAMPLING_FIELDS:
-                hint = suggestion(name, _SAMPLING_FIELDS, also=("method", "budget", "depth", "chat"))
+                hint = did_you_mean(name, _SAMPLING_FIELDS, also=("method", "budget", "depth", "chat"))
                 raise ConfigError(f"unknown option {name!r}: {hint}")
         if params is not None and not isinstance(params, SamplingParams):
             raise ConfigError(

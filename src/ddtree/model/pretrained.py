@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ddtree.errors import CheckpointError, ConfigError, DDTreeError, UnsupportedModelError
 from ddtree.model.demo import resolve
+from ddtree.validation import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -117,7 +118,7 @@ def read_tokenizer(name: str | PathLike[str]) -> Any:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except _LOADING_ERRORS as error:
         raise CheckpointError(
-            f"the tokenizer of {name} cannot be loaded ({gist(error)}): download the checkpoint again"
+            f"the tokenizer of {name} cannot be loaded ({first_line(error)}): download the checkpoint again"
         ) from error
 
 
@@ -174,19 +175,15 @@ def check_causal_lm(model: Any) -> None:
         )
 
 
-def gist(error: BaseException) -> str:
-    """The first line of an exception's message, or its type when it says nothing."""
-    line = next(iter(str(error).strip().splitlines()), "").strip().rstrip(".:")
-    return line or type(error).__name__
-
-
 def _unreadable(name: str | PathLike[str], place: str, error: BaseException) -> CheckpointError:
     folder = Path(place)
     if not folder.is_dir():
         return CheckpointError(
-            f"{name} is no local folder, and the Hugging Face hub does not give it ({gist(error)}): check the name and "
-            "the connection, or name a local folder"
+            f"{name} is no local folder, and the Hugging Face hub does not give it ({first_line(error)}): "
+            "check the name and the connection, or name a local folder"
         )
     if not (folder / "config.json").exists():
         return CheckpointError(f"{name} has no config.json: name the folder of a complete checkpoint")
-    return CheckpointError(f"{name} cannot be loaded ({gist(error)}): download it again, or name another")
+    return CheckpointError(
+        f"{name} cannot be loaded ({first_line(error)}): download it again, or name another"
+    )

@@ -15,9 +15,9 @@ import torch
 
 from ddtree.drafters import parts_of
 from ddtree.errors import ConfigError
-from ddtree.model.demo import cache_folder
 from ddtree.policy.latency import CUT_SHORT, LatencyModel
 from ddtree.policy.machine import device_name
+from ddtree.storage import cache_folder
 
 Key = dict[str, Any]
 """What a measurement holds for: plain JSON values."""

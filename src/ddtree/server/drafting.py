@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from ddtree.engine.planner import suggestion
 from ddtree.errors import ConfigError
 from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH
+from ddtree.validation import did_you_mean
 
 METHODS: tuple[AutoMethod, ...] = ("off", "chain", "tree", "auto")
 
@@ -59,7 +59,7 @@ class Drafting:
             raise ConfigError(f"drafting must be an object of {', '.join(_FIELDS)}, not {overrides!r}")
         for name in overrides:
             if name not in _FIELDS:
-                raise ConfigError(f"unknown drafting field {name!r}: {suggestion(name, _FIELDS)}")
+                raise ConfigError(f"unknown drafting field {name!r}: {did_you_mean(name, _FIELDS)}")
         return replace(self, **overrides)
 
     def check_drafter(self, loaded: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from ddtree.drafters.dflash.heads import Head, Markov, TreeFlash, create
 from ddtree.drafters.dflash.heads import public as domino
 from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet
 from ddtree.errors import CheckpointError, ConfigError
+from ddtree.validation import first_line
 
 REMEDY = "download it again, or name another drafter"
 
@@ -93,11 +94,6 @@ def _weights(path: Path) -> dict[str, Tensor]:
         pickle.UnpicklingError,
     ) as error:
         raise CheckpointError(f"{path.name} is damaged ({first_line(error)}): {REMEDY}") from error
-
-
-def first_line(error: Exception) -> str:
-    """The gist of an exception: its first line, or its type when it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 _VOCABULARY = "draft_vocabulary.json"

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from ddtree.engine.planner import check_drafting, suggestion
+from ddtree.engine.planner import check_drafting
 from ddtree.errors import ConfigError
 from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.sampling.params import check_whole
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH
+from ddtree.validation import did_you_mean
 
 KEY = "ddtree"
 """Where the settings lie in the engine's `additional_config`, and a request's own in `SamplingParams.extra_args`."""
@@ -158,5 +159,5 @@ def _known(values: Any, kind: type) -> dict[str, Any]:
         raise ConfigError(f"{KEY} must be an object of {', '.join(names)}, not {values!r}")
     for name in values:
         if name not in names:
-            raise ConfigError(f"unknown field {name!r} of {KEY}: {suggestion(name, names)}")
+            raise ConfigError(f"unknown field {name!r} of {KEY}: {did_you_mean(name, names)}")
     return dict(values)
