@@ -8,14 +8,12 @@ import torch
 
 import tiny
 import wellformed
-from ddtree.drafters import DraftRow
-from ddtree.drafters import mixed as continuity
+from ddtree.drafters import DraftRow, mixed
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
 from ddtree.drafters.mixed import Continuity
-from ddtree.drafters.ngram import Lookup
-from ddtree.drafters.ngram_table import Index, successors
+from ddtree.drafters.ngram import Lookup, TextIndex, backoff
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
@@ -26,7 +24,7 @@ DEPTH, WEIGHT = 5, 0.75
 
 @pytest.fixture(autouse=True)
 def the_whole_vocabulary_is_looked_at(monkeypatch):
-    monkeypatch.setattr(continuity, "_LEAST", tiny.VOCAB)
+    monkeypatch.setattr(mixed, "_LEAST", tiny.VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +80,13 @@ def conditional(tree):
 
 def oracle(row, likely, weight=WEIGHT, levels=DEPTH):
     """The best prefixes by complete search; `likely` gives a prefix's children under the network."""
-    index = Index(5)
+    index = TextIndex(5)
     index.extend(row.tokens)
     level, found = {(): 0.0}, {}
     for _ in range(levels):
         grown = {}
         for path, score in level.items():
-            seen, left = successors([*row.tokens, *path][-5:], index, None, 2.0)
+            seen, left = backoff([*row.tokens, *path][-5:], index, None, 2.0)
             known = likely(path)
             assert sum(seen.values()) == pytest.approx(1 - left)
             for token in {*seen, *known}:
@@ -155,8 +153,8 @@ def test_probabilities_of_siblings_do_not_exceed_one(target):
 def test_rows_may_name_the_parts_that_draft_for_them(target):
     row = request(2)
     network, lookup = draft(dflash(target), row), draft(Lookup(), row)
-    mixed = draft(Continuity(dflash(target), Lookup()), row)
-    assert len({tuple(scored(tree)) for tree in (network, lookup, mixed)}) == 3
+    both = draft(Continuity(dflash(target), Lookup()), row)
+    assert len({tuple(scored(tree)) for tree in (network, lookup, both)}) == 3
     rows = [
         replace(row, members=members) for members in (("dflash",), ("lookup",), ("dflash", "lookup"), None)
     ]
@@ -164,7 +162,7 @@ def test_rows_may_name_the_parts_that_draft_for_them(target):
         for asked in batch:
             tree = draft(Continuity(dflash(target), Lookup()), *asked)
             for index, own in enumerate(asked):
-                expected = {("dflash",): network, ("lookup",): lookup}.get(own.members, mixed)
+                expected = {("dflash",): network, ("lookup",): lookup}.get(own.members, both)
                 assert scored(tree, index) == pytest.approx(scored(expected), abs=1e-4)
 
 
