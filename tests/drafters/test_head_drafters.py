@@ -369,10 +369,10 @@ def test_few_guesses_still_make_a_whole_tree_and_more_make_it_better(target):
 
 
 def test_confidence_scales_the_children_of_a_prefix(target):
-    backbone, row = backbone_of(target), request(budget=40)
-    head = head_of("markov", strength=0.3, confidence=32)
-    torch.nn.init.normal_(head.confidence_proj.weight, std=8)
-    plain = drafter_of("markov", target, backbone=backbone, head=head, **WIDE["markov"])
+    backbone, row = backbone_of(target), request(9, budget=20)
+    head = head_of("markov", confidence=32)
+    torch.nn.init.normal_(head.confidence_proj.weight, std=2)
+    plain = drafter_of("markov", target, (9,), backbone=backbone, head=head, **WIDE["markov"])
     wary = FirstOrder(backbone, head, confident=True, **WIDE["markov"])
     usual, scaled = scored(draft(plain, row)), scored(draft(wary, row))
     states = backbone.states([row.tokens[-1]], DEPTH)

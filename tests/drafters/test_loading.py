@@ -14,7 +14,7 @@ from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
 from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.dflash.first_order import FirstOrder
-from ddtree.drafters.dflash.head_checkpoint import write_head
+from ddtree.drafters.dflash.head_checkpoint import read_published, write_head
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash
 from ddtree.drafters.mixed import Continuity
 from ddtree.drafters.ngram import Lookup
@@ -243,11 +243,10 @@ def test_a_published_drafter_with_a_head_drafts_with_it(target, tmp_path, own, t
     for place, form in (("a", tensors()), ("b", prefixed)):
         drafter = loading.load_drafter(published(tmp_path / place, target, own, form, **top), target)
         assert (drafter.name, drafter.head.kind, drafter.max_depth) == (name, name, depth)
-        largest = max(tensors().values(), key=torch.numel)
-        assert (
-            any(torch.equal(own, largest) for own in drafter.head.state_dict().values())
-            or name == "treeflash"
-        )
+        expected = read_published(name, {**own, **top}, tensors()).state_dict()
+        found = drafter.head.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[part], expected[part]) for part in expected)
 
 
 def test_a_published_drafter_drafts(target, tmp_path):
