@@ -346,7 +346,7 @@ def test_only_the_name_demo_is_resolved(downloads: list[Path]) -> None:
 
 
 def test_a_build_without_the_drafter_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "__file__", str(tmp_path / "demo.py"))
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "model" / "demo.py"))
     with pytest.raises(CheckpointError, match="carries no demo drafter"):
         demo.resolve_drafter("demo")
 

@@ -8,7 +8,7 @@ shared by all layers; each layer asks it for the additive bias of its own slidin
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,17 +25,64 @@ _FOLD_ROWS = 1024
 _SETTING = "_attn_implementation_internal"
 
 
-class Visibility:
-    """Which key each query sees in one forward, for R rows, n queries and L key columns.
+def uncommitted_columns(lengths: Sequence[int], count: int, device: torch.device) -> Tensor:
+    """Return the key columns of each row's first `count` uncommitted tokens: int64 [R, count].
+
+    Key columns are tokens in the order of the cache. Row r's committed tokens are columns 0..lengths[r]-1, and its
+    uncommitted ones follow: after 5 committed tokens the nodes of a tree of 3 are columns 5, 6 and 7.
+    """
+    return torch.tensor(lengths, device=device)[:, None] + torch.arange(count, device=device)
+
+
+def visible_keys(columns: Tensor, uncommitted: Tensor, keys: int) -> Tensor:
+    """Return which keys each query sees: bool [R, n, L]. The one rule for prompts, trees and blocks.
+
+    A query sees all committed tokens of its row, of the uncommitted ones those that `uncommitted` names, and nothing
+    beyond them.
 
     Args:
-        visible: bool [R, n, L], or None when every query sees every key.
+        columns: int64 [R, w], key columns of all w uncommitted tokens of each row (see `uncommitted_columns`).
+        uncommitted: bool [R, n, w] or [n, w], which of them each query sees: `ancestor_mask` for a draft tree,
+            `chain_mask` for a prompt. Queries that pad a row must see something: themselves, for example.
+        keys: L, more than the largest column.
+    """
+    shape = (len(columns), *uncommitted.shape[-2:])
+    committed = torch.arange(keys, device=columns.device) < columns[:, :1]
+    visible = committed[:, None].repeat(1, shape[1], 1)
+    return visible.scatter_(2, columns[:, None].expand(shape), uncommitted.expand(shape))
+
+
+def key_positions(columns: Tensor, positions: Tensor, keys: int) -> Tensor:
+    """Return the position of each key's token: int64 [R, L]. Sliding windows count in positions, not in columns.
+
+    A committed token's position is its column. A draft node's is its depth after the committed text: siblings share
+    one.
+
+    Args:
+        columns: int64 [R, n], key columns of uncommitted tokens.
+        positions: int64 [R, n], their positions.
+        keys: L, more than the largest column.
+    """
+    every = torch.arange(keys, device=columns.device).repeat(len(columns), 1)
+    return every.scatter_(1, columns, positions)
+
+
+def chain_mask(tokens: int, device: torch.device, pending: int = 0) -> Tensor:
+    """Return the mask of a chain: bool [n, pending + n], where each of n tokens sees itself and all before it."""
+    return torch.ones(tokens, pending + tokens, dtype=torch.bool, device=device).tril_(pending)
+
+
+class Visibility:
+    """Give each layer of one forward the additive bias of its own window, for R rows, n queries and L key columns.
+
+    Args:
+        visible: bool [R, n, L], which keys each query sees (see `visible_keys`); None when it sees every key.
         query_positions: int64 [R, n], absolute positions of the queries.
         key_positions: int64 [R, L], absolute positions of the keys; only read by sliding-window layers.
         dtype: dtype of the additive bias (the model's).
         causal: the queries are all the keys there are, in order (a prompt's first chunk), so that kernels with
             a causal mode of their own need no bias at all.
-        steady: the result for a query must not depend on what stands beside it (see `needs_steadying`).
+        steady: the result for a query must not depend on the queries beside it (see `needs_steadying`).
     """
 
     def __init__(
@@ -56,19 +103,21 @@ class Visibility:
         self._biases: dict[tuple[int | None, int], Tensor | None] = {}
 
     def is_causal(self, window: int | None) -> bool:
-        """Plain causal attention is exactly what this forward needs."""
+        """Return whether plain causal attention is exactly what a layer of this window needs."""
         return self._causal and (window is None or window >= self._key_positions.shape[1])
 
     def bias(self, window: int | None, fold: int = 1) -> Tensor | None:
-        """Additive bias [R, 1, fold * n, L]: 0 where visible, -inf elsewhere; None when nothing is hidden.
+        """Return the additive bias [R, 1, fold * n, L]: 0 where visible, -inf elsewhere; None when nothing is hidden.
 
-        `fold` repeats the queries that many times, query-head-major, for grouped heads folded into rows.
+        Args:
+            window: keys within this many positions are visible (4096, for example); None for all.
+            fold: times the queries are repeated, query-head-major, for grouped heads folded into rows.
         """
         if (window, fold) not in self._biases:
-            self._biases[window, fold] = self._make(window, fold)
+            self._biases[window, fold] = self._build(window, fold)
         return self._biases[window, fold]
 
-    def _make(self, window: int | None, fold: int) -> Tensor | None:
+    def _build(self, window: int | None, fold: int) -> Tensor | None:
         if fold > 1:
             single = self.bias(window)
             return None if single is None else single.repeat(1, 1, fold, 1)

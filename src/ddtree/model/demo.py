@@ -54,7 +54,7 @@ def resolve_drafter(name: str | Path) -> str:
 
 def demo_drafter() -> Path:
     """Folder of the drafter for the demo target. Raises CheckpointError in a build that lacks it."""
-    folder = Path(__file__).parent / "assets" / "demo"
+    folder = Path(__file__).parents[1] / "assets" / "demo"
     if not folder.is_dir():
         raise CheckpointError(
             "this build carries no demo drafter: name a drafter's folder in place of 'demo'"

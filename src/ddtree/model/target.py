@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.model import attention
+from ddtree.model.attention import Visibility, chain_mask, key_positions, uncommitted_columns, visible_keys
 from ddtree.model.compat import cache_argument
 from ddtree.model.cuda_graphs import Graphs
 from ddtree.model.kv_cache import KVCache
@@ -228,7 +229,7 @@ class Target:
 
     @torch.inference_mode()
     def run(
-        self, cache: Any, tokens: Tensor, positions: Tensor, seen: attention.Visibility, keep: int = 0
+        self, cache: Any, tokens: Tensor, positions: Tensor, seen: Visibility, keep: int = 0
     ) -> tuple[Tensor, Tensor | None]:
         """Logits, of the last `keep` tokens or of all, and features of tokens [R, n] at positions [R, n] or [1, n].
 
@@ -254,26 +255,24 @@ class Target:
         return logits, features
 
     def _visibility(
-        self, lengths: list[int], before: int, width: int, positions: Tensor, visible: Tensor | None
-    ) -> attention.Visibility:
+        self, lengths: list[int], pending: int, keys: int, positions: Tensor, visible: Tensor | None
+    ) -> Visibility:
+        """Return who sees whom in one forward of `extend`, by the rule of `visible_keys`."""
         rows, n = positions.shape
-        columns = torch.arange(width, device=self.device).expand(rows, width)
-        if visible is None and max(lengths) == 0 and before == 0:
-            causal = columns[:, None, :] <= columns[:, :, None]
-            return attention.Visibility(causal, positions, columns, self.dtype, causal=True)
-        if n == 1 and rows == 1 and before == 0:
-            return attention.Visibility(None, positions, columns, self.dtype)
-        if visible is None:
-            chain = torch.arange(before + n, device=self.device)
-            visible = (chain <= chain[before:, None]).expand(rows, n, before + n)
-        seen = torch.zeros((rows, n, width), dtype=torch.bool, device=self.device)
-        key_positions = columns.clone() if self._windowed else columns
-        for row, length in enumerate(lengths):
-            seen[row, :, :length] = True
-            seen[row, :, length : length + before + n] = visible[row]
-            if self._windowed:
-                key_positions[row, length + before : length + before + n] = positions[row]
-        return attention.Visibility(seen, positions, key_positions, self.dtype)
+        every = torch.arange(keys, device=self.device).expand(rows, keys)
+        if visible is None and keys == n:
+            causal = chain_mask(n, self.device).expand(rows, n, n)
+            return Visibility(causal, positions, every, self.dtype, causal=True)
+        if n == rows == 1 and not pending:
+            return Visibility(None, positions, every, self.dtype)
+        columns = uncommitted_columns(lengths, pending + n, self.device)
+        seen = visible_keys(
+            columns, chain_mask(n, self.device, pending) if visible is None else visible, keys
+        )
+        if not self._windowed:
+            return Visibility(seen, positions, every, self.dtype)
+        # Pending tokens count at their columns, which is right but for windows shorter than a draft is deep.
+        return Visibility(seen, positions, key_positions(columns[:, pending:], positions, keys), self.dtype)
 
     def _capture(self, layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
