@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.dflash.network import DFlashNet
+from ddtree.model.attention import key_positions, uncommitted_columns, visible_keys
 from ddtree.model.kv_cache import Holding, KVCache, drop_row
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
@@ -137,12 +138,10 @@ class Backbone:
                 slots[:, :, 1:] = self._mask_embedding
             else:
                 slots = torch.where(masked[..., None], self._mask_embedding, slots)
-        positions = self._positions(0, rows, size)
-        if blocks > 1:
-            positions = positions.repeat(1, blocks)
+        positions = self._positions(0, rows, size).repeat(1, blocks)
         # The blocks' columns are never committed: the next ones overwrite them.
         width = self._cache.open(0, rows, blocks * size)
-        columns, mask = self._visible(rows, blocks, size, width)
+        columns, mask = self._visible(positions, blocks, width)
         states = self.network.block(slots.flatten(1, 2), positions, self._cache, columns, mask)
         first = config.first_slot
         return states.view(rows, blocks, size, -1)[:, :, first : first + depth].contiguous()
@@ -167,21 +166,24 @@ class Backbone:
         """Return the target's token ids of draft tokens."""
         return index if self.draft_ids is None else self.draft_ids[index]
 
-    def _visible(self, rows: int, blocks: int, size: int, width: int) -> tuple[Tensor, Tensor | None]:
-        """Return positions [R, L] of the key columns, and bool [R, blocks * size, L], those that each slot sees.
+    def _visible(self, positions: Tensor, blocks: int, width: int) -> tuple[Tensor, Tensor | None]:
+        """Return positions [R, L] of the key columns, and which of them each slot sees: bool [R, S, L].
 
         A slot sees its row's context and its own block. None when all slots see all columns.
+
+        Args:
+            positions: int64 [R, S], of the slots of all blocks.
+            blocks: of a row.
+            width: L.
         """
-        columns = torch.arange(width, device=self.device).expand(rows, width)
+        rows, slots = positions.shape
         lengths = self._cache.lengths
         if blocks == 1 and min(lengths) == max(lengths):
-            return columns, None
-        offsets = columns - torch.tensor(lengths, device=self.device)[:, None]
-        inside = (offsets >= 0) & (offsets < blocks * size)
-        of_slot = torch.arange(blocks, device=self.device).repeat_interleave(size)
-        own = inside[:, None] & (offsets.div(size, rounding_mode="floor")[:, None] == of_slot[None, :, None])
-        positions = torch.where(offsets < 0, columns, columns - offsets + offsets % size)
-        return positions, (offsets < 0)[:, None] | own
+            return torch.arange(width, device=self.device).expand(rows, width), None
+        block = torch.arange(slots, device=self.device).div(slots // blocks, rounding_mode="floor")
+        columns = uncommitted_columns(lengths, slots, self.device)
+        seen = visible_keys(columns, block[:, None] == block, width)
+        return key_positions(columns, positions, width), seen
 
     def _read(self, start: int, stop: int) -> None:
         """Project the features kept for rows start..stop-1 and append their keys and values to the context."""
@@ -200,8 +202,7 @@ class Backbone:
 
     def _positions(self, start: int, stop: int, count: int) -> Tensor:
         """Return int64 [stop - start, count], the positions from each row's committed length on."""
-        lengths = torch.tensor(self._cache.lengths[start:stop], device=self.device)
-        return lengths[:, None] + torch.arange(count, device=self.device)
+        return uncommitted_columns(self._cache.lengths[start:stop], count, self.device)
 
     def _no_features(self) -> Tensor:
         weight = self.network.fc.weight
