@@ -16,7 +16,6 @@ from ddtree.drafters.mixed import Continuity
 from ddtree.drafters.ngram import Lookup, TextIndex, backoff
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
-from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
 
 DEPTH, WEIGHT = 5, 0.75
@@ -193,30 +192,6 @@ def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
             assert scored(tree, index) == pytest.approx(scored(alone[name], index), abs=1e-5)
 
 
-@pytest.mark.parametrize("foreign", [False, True])
-def test_a_ragged_batch_drafts_as_its_rows_alone(target, foreign):
-    rows = [
-        request(1, length=20, budget=30),
-        request(2, budget=64, depth=2),
-        request(3, length=5, budget=1, depth=1),
-        request(4, budget=6, chain=True),
-        request(5, budget=0),
-        request(6, depth=0),
-        request(7, budget=100, depth=12),
-        request(8, noise=Noise(3, tiny.VOCAB), temperature=0.7),
-    ]
-
-    def drafter():
-        network = dflash(target, coupling=(0.8, 1.2))
-        return Continuity(Foreign(network) if foreign else network, Lookup(coupling=(0.8, 1.2)))
-
-    together = draft(drafter(), *rows)
-    for index, row in enumerate(rows):
-        if foreign and index == 3:
-            continue  # a batch that holds a chain asks its drafter for the same
-        assert scored(together, index) == pytest.approx(scored(draft(drafter(), row)), abs=1e-4)
-
-
 def test_a_chain_is_a_path_under_the_mix(target):
     row = request(3, budget=DEPTH, chain=True)
     tree = draft(Continuity(dflash(target), Lookup()), row)
@@ -225,16 +200,6 @@ def test_a_chain_is_a_path_under_the_mix(target):
     for path, score in scored(tree).items():
         siblings = [other for other in wide if other[:-1] == path[:-1]]
         assert score == pytest.approx(max(wide[other] for other in siblings), abs=1e-5)
-
-
-def test_noise_ranks_both_parts(target):
-    row = request(4)
-    sampled = replace(row, noise=Noise(1, tiny.VOCAB), temperature=1.0)
-
-    def tree(own, coupling):
-        return scored(draft(Continuity(dflash(target, coupling=coupling), Lookup(coupling=coupling)), own))
-
-    assert tree(sampled, (0.0, 1.0)) == tree(row, (0.8, 1.2)) != tree(sampled, (0.8, 1.2))
 
 
 def test_nodes_below_the_floor_are_not_drafted(target):

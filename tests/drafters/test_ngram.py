@@ -1,9 +1,7 @@
 import math
 import random
-from dataclasses import replace
 
 import pytest
-import torch
 
 import wellformed
 from ddtree.drafters import DraftRow, ngram_table
@@ -137,13 +135,6 @@ def test_growing_a_text_counts_nothing_twice():
         assert scored(grown) == scored(draft(Lookup(), row(tokens[:stop])))
 
 
-def test_the_tree_is_the_same_when_asked_again():
-    drafter, wanted = Lookup(), row(text(60))
-    drafter.add_row()
-    first, second = (drafter.draft([wanted], Clock()) for _ in range(2))
-    assert scored(first) == scored(second) != {}
-
-
 def test_another_text_in_the_same_row_is_counted_anew():
     drafter = Lookup()
     drafter.add_row()
@@ -151,35 +142,6 @@ def test_another_text_in_the_same_row_is_counted_anew():
     for tokens in (text(70, seed=2), text(20, seed=3), [1]):
         tree = drafter.draft([row(tokens)], Clock())
         assert scored(tree) == scored(draft(Lookup(), row(tokens)))
-
-
-def test_nothing_of_a_dropped_row_is_left_and_the_last_takes_its_place():
-    a, b, c = (text(60, seed=seed) for seed in (1, 2, 3))
-    drafter = Lookup()
-    for _ in range(3):
-        drafter.add_row()
-    drafter.draft([row(a), row(b), row(c)], Clock())
-    drafter.drop_row(0)
-    drafter.add_row()
-    tree = drafter.draft([row(c), row(b), row(range(60))], Clock())
-    assert scored(tree, 0) == scored(draft(Lookup(), row(c)))
-    assert scored(tree, 1) == scored(draft(Lookup(), row(b)))
-    assert tree.sizes[2] == 1
-
-
-def test_a_ragged_batch_drafts_as_its_rows_alone():
-    rows = [
-        row(text(60, seed=1), budget=30, depth=3),
-        row([4], budget=64),
-        row(text(9, seed=2), budget=1),
-        row(text(33, seed=3), budget=16, chain=True),
-        row(text(33, seed=4), budget=0),
-        row(text(33, seed=5), depth=0),
-    ]
-    together = draft(Lookup(), *rows)
-    for index, one in enumerate(rows):
-        assert scored(together, index) == scored(draft(Lookup(), one))
-    assert together.sizes[4:] == [1, 1]
 
 
 def test_the_tree_of_a_smaller_budget_is_the_beginning_of_a_larger_one():
@@ -233,11 +195,6 @@ def sampled(tokens, coupling, seed=1, **more):
     return draft(Lookup(coupling=coupling), wanted)
 
 
-def test_without_coupling_the_noise_is_not_looked_at():
-    tokens = text(100, vocab=20)
-    assert scored(sampled(tokens, (0.0, 1.0))) == scored(draft(Lookup(), row(tokens)))
-
-
 def test_under_the_noise_candidates_are_ranked_by_their_chance_to_win():
     tokens = text(300, vocab=20, seed=2)
     tree = sampled(tokens, (1.0, 0.5), seed=3, budget=30, depth=2)
@@ -258,20 +215,6 @@ def test_a_table_brings_its_own_coupling(tmp_path):
     own = scored(draft(Lookup(table), wanted))
     assert own == scored(draft(Lookup(table, coupling=(1.0, 2.0)), wanted))
     assert own != scored(draft(Lookup(table, coupling=(0.0, 1.0)), wanted))
-
-
-def test_greedy_rows_are_not_coupled():
-    tokens = text(100, vocab=20)
-    coupled = draft(Lookup(coupling=(1.0, 1.0)), row(tokens))
-    assert scored(coupled) == scored(draft(Lookup(), row(tokens)))
-
-
-@pytest.mark.parametrize("coupling", [(0.0, 1.0), (1.0, 1.0)])
-def test_drafting_is_deterministic(coupling):
-    tokens = text(200, vocab=20)
-    first, second = (sampled(tokens, coupling, budget=64) for _ in range(2))
-    assert wellformed.paths(first) == wellformed.paths(second)
-    assert torch.equal(first.logprobs, second.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -295,13 +238,6 @@ def test_a_table_of_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="token id 60 and the target has 48 tokens"):
         Lookup(table, vocab_size=48)
     Lookup(table, vocab_size=61)
-
-
-def test_the_callers_row_is_left_alone():
-    wanted = row(text(60))
-    before = replace(wanted, tokens=list(wanted.tokens))
-    draft(Lookup(), wanted)
-    assert wanted == before
 
 
 def test_nodes_below_the_floor_are_not_drafted():

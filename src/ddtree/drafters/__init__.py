@@ -22,7 +22,7 @@ from ddtree.tree import DraftTree
 
 @dataclass
 class DraftRow:
-    """What a drafter may see of one row of the batch.
+    """Describes one row of the batch to a drafter, and says how much to draft for it.
 
     Attributes:
         tokens: prompt and output; the last is the bonus token, at absolute position len(tokens) - 1.

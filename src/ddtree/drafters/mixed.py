@@ -107,7 +107,9 @@ class Continuity(Merged):
             with clock("build"):
                 columns = zip(tokens.tolist(), logprobs.exp().tolist(), asked, strict=True)
                 return [
-                    _Marginals(known, chances, row.depth, max(row.budget, _LEAST)) if row.depth else None
+                    _MarginalProposals(known, chances, row.depth, max(row.budget, _LEAST))
+                    if row.depth
+                    else None
                     for known, chances, row in columns
                 ]
         more = [
@@ -133,7 +135,7 @@ class _Candidates(NamedTuple):
 _NOTHING = _Candidates([], {})
 
 
-class _Marginals:
+class _MarginalProposals:
     """Candidates that depend on the depth alone; a `PathModel` whose state is the depth of a path."""
 
     def __init__(self, tokens: list[list[int]], chances: list[list[float]], depth: int, width: int) -> None:
@@ -193,7 +195,7 @@ class _TreeProposals:
         return iter(self.candidates(state).ranked)
 
 
-_NetworkProposals = _Marginals | _TreeProposals
+_NetworkProposals = _MarginalProposals | _TreeProposals
 
 
 class _Mix:

@@ -246,9 +246,10 @@ def _count_orders(text: Array, lengths: Array, max_order: int, max_successors: i
 
 def _merged(parts: list[_Contexts]) -> _Contexts:
     """Return the contexts of all orders in the order of their keys; of those that share a key the shortest."""
-    keys = np.concatenate([part.keys for part in parts])
-    totals = np.concatenate([part.totals for part in parts])
-    kinds = np.concatenate([part.kinds for part in parts])
+    keys, totals, kinds, tokens, counts, gains = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("keys", "totals", "kinds", "tokens", "counts", "gains")
+    )
     sizes = np.concatenate([part.sizes() for part in parts])
     _, order = np.unique(keys, return_index=True)
     first = np.cumsum(sizes) - sizes
@@ -256,10 +257,7 @@ def _merged(parts: list[_Contexts]) -> _Contexts:
     after = np.cumsum(left) - left
     # The place of each successor of the chosen contexts among all.
     at = np.arange(int(left.sum())) + (first[order] - after).repeat(left)
-    tokens = np.concatenate([part.tokens for part in parts])[at]
-    counts = np.concatenate([part.counts for part in parts])[at]
-    gains = np.concatenate([part.gains for part in parts])[at]
-    return _Contexts(keys[order], totals[order], kinds[order], after, tokens, counts, gains)
+    return _Contexts(keys[order], totals[order], kinds[order], after, tokens[at], counts[at], gains[at])
 
 
 def _changes(values: Array) -> Array:

@@ -231,6 +231,9 @@ class BlockDrafter:
         name: the drafter's.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
 
+    Attributes:
+        backbones: all networks over the rows' contexts, of which a drafter may have more than one.
+
     Raises:
         ConfigError: beta or kappa is out of range.
     """
@@ -238,6 +241,7 @@ class BlockDrafter:
     def __init__(self, backbone: Backbone, name: str, coupling: tuple[float, float] = PLAIN) -> None:
         check_coupling(*coupling)
         self.backbone = backbone
+        self.backbones = [backbone]
         self.name = name
         self.coupling = coupling
         self.feature_layers = backbone.feature_layers
@@ -245,19 +249,22 @@ class BlockDrafter:
 
     def add_row(self) -> None:
         """Open an empty row at the end."""
-        self.backbone.add_row()
+        for backbone in self.backbones:
+            backbone.add_row()
 
     def drop_row(self, row: int) -> None:
         """Forget a row; the last row takes its index."""
-        self.backbone.drop_row(row)
+        for backbone in self.backbones:
+            backbone.drop_row(row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
         """Take the features [n, F * H] of tokens newly committed to a row."""
-        self.backbone.observe(row, features)
+        for backbone in self.backbones:
+            backbone.observe(row, features)
 
     def holdings(self) -> list[Holding]:
-        """Return the context's cache with the most memory that it can take."""
-        return [self.backbone.holding()]
+        """Return the contexts' caches with the most memory that they can take."""
+        return [backbone.holding() for backbone in self.backbones]
 
     def couples(self, row: DraftRow) -> bool:
         """Return whether a row is drafted for under its noise."""

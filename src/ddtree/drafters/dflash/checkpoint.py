@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -28,6 +27,7 @@ from ddtree.drafters.dflash.weight_files import (
     locate,
     our_names,
     read_json,
+    read_mask_embedding,
     read_tensors,
     write_folder,
 )
@@ -132,7 +132,7 @@ def read(name: str | os.PathLike[str], heads: bool = False) -> DFlashCheckpoint:
         )
         _check_tensors(tensors, layout.config)
         checkpoint.draft_ids = _draft_ids(folder, layout, offsets)
-        checkpoint.mask_embedding = _mask_embedding(folder, layout.config)
+        checkpoint.mask_embedding = read_mask_embedding(folder, layout.config)
         _check_parts(checkpoint)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error.__cause__
@@ -229,27 +229,6 @@ def _draft_ids(folder: Path, layout: Layout, offsets: Tensor | None) -> Tensor |
     return None if torch.equal(ids, torch.arange(vocab)) else ids
 
 
-def _mask_embedding(folder: Path, config: DFlashConfig) -> Tensor | None:
-    """Return a mask embedding trained apart from the vocabulary, which some checkpoints have in a file of its own."""
-    path = folder / "mask_embedding.pt"
-    if not path.exists():
-        return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        token = config.mask_token_id
-        if isinstance(state, dict):
-            token, state = state.get("mask_token_id", token), state["embedding"]
-        embedding = state.reshape(-1)
-    except (KeyError, AttributeError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path.name} is damaged ({type(error).__name__}): {REMEDY}") from error
-    if token != config.mask_token_id or len(embedding) != config.hidden_size:
-        raise CheckpointError(
-            f"{path.name} has {len(embedding)} values for token {token}, not {config.hidden_size} for mask token "
-            f"{config.mask_token_id}; {REMEDY}"
-        )
-    return embedding
-
-
 def _check_parts(checkpoint: DFlashCheckpoint) -> None:
     """Raise CheckpointError unless the parts beside the network fit it."""
     config, size = checkpoint.config, checkpoint.size
@@ -289,18 +268,18 @@ def write(
         ConfigError: the layout cannot express the network's attention.
     """
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
         for name, tensor in network.state_dict().items()
     }
     raw = _z_lab_config(network.config, tensors["fc.weight"].dtype)
     if draft_ids is not None:
-        (path / _VOCABULARY).write_text(json.dumps(draft_ids.tolist()))
         raw["dflash_config"]["draft_vocabulary"] = _VOCABULARY
     if tuple(coupling) != PLAIN:
         raw["dflash_config"]["coupling"] = {"beta": coupling[0], "kappa": coupling[1]}
     write_folder(path, raw, tensors)
+    if draft_ids is not None:
+        (path / _VOCABULARY).write_text(json.dumps(draft_ids.tolist()))
     return path
 
 
@@ -318,14 +297,15 @@ def _z_lab_config(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
     }
-    if config.sample_from_anchor:
-        own["sample_from_anchor"] = True
-    if config.input_embedding_scale != 1.0:
-        own["input_embedding_scale"] = config.input_embedding_scale
-    if config.output_multiplier != 1.0:
-        own["output_multiplier"] = config.output_multiplier
-    if config.final_logit_softcapping:
-        own["final_logit_softcapping"] = config.final_logit_softcapping
+    for key in (
+        "sample_from_anchor",
+        "input_embedding_scale",
+        "output_multiplier",
+        "final_logit_softcapping",
+    ):
+        value = getattr(config, key)
+        if value and value != getattr(DFlashConfig, key):
+            own[key] = value
     raw: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

@@ -16,8 +16,6 @@ from ddtree.errors import CheckpointError, ConfigError
 from ddtree.sampling.noise import PLAIN, check_coupling
 from ddtree.validation import is_whole
 
-SPECULATORS = "speculators"
-Z_LAB = "z-lab"
 _DEFAULT_BLOCK = 16
 _MOST_LAYERS = 256
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -75,9 +73,7 @@ class Layout:
 
 
 def default_layer_ids(target_layers: int, features: int) -> tuple[int, ...]:
-    """Return the published choice of feature layers: spread over the target, short of its ends.
-
-    As (1, 9, 17, 25, 33) for 5 of 36 layers.
+    """Return the published choice of feature layers, as (1, 9, 17, 25, 33) for 5 of 36 layers.
 
     Raises:
         CheckpointError: the target is too shallow for so many.
@@ -154,7 +150,7 @@ def parse(raw: dict[str, Any], heads: bool = False) -> Layout:
     if not isinstance(vocabulary, str | None):
         raise CheckpointError(f"draft_vocabulary={vocabulary!r} must name a file")
     return Layout(
-        SPECULATORS if speculators else Z_LAB,
+        "speculators" if speculators else "z-lab",
         config,
         None if reduced == vocab else reduced,
         vocabulary,
@@ -258,9 +254,9 @@ def _layer_ids(own: dict[str, Any], speculators: bool, targets: int | None, laye
 def _attention(
     raw: dict[str, Any], backbone: dict[str, Any], own: dict[str, Any], layers: int
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Window and causality of each layer, each empty when no layer has one.
+    """Return window and causality of each layer, each empty when no layer has one.
 
-    Order of what decides causality (vLLM's): `is_causal`, then `dflash_config.causal`, then whether the layer slides.
+    Causality is decided by `is_causal`, `dflash_config.causal`, then by whether the layer slides (vLLM's order).
     """
     window = own.get("swa_window_size")
     if window is None and backbone.get("use_sliding_window"):
@@ -287,14 +283,12 @@ def _attention(
     for explicit in (own.get("causal"), raw.get("is_causal")):
         if explicit is not None:
             causal = [bool(explicit)] * layers
-    return (
-        tuple(window if slide else None for slide in slides) if any(slides) else (),
-        tuple(causal) if any(causal) else (),
-    )
+    windows = tuple(window if slide else None for slide in slides) if any(slides) else ()
+    return windows, tuple(causal) if any(causal) else ()
 
 
 def _rope_theta(backbone: dict[str, Any]) -> float:
-    """The base of the rotary positions, from either spelling; anything but plain rotary positions is refused."""
+    """Return the base of the rotary positions, from either spelling; refuse all but plain rotary positions."""
     parameters, scaling = _table(backbone, "rope_parameters"), _table(backbone, "rope_scaling")
     for table in (parameters, scaling):
         kind = table.get("rope_type", table.get("type", "default"))

@@ -67,26 +67,12 @@ class D2SD(BlockDrafter):
         self.branches = branches
         self.trees = trees
         self.max_depth = max(self.backbone.depth, self.second.depth)
-        self._backbones = [backbone] if second is None else [backbone, second]
-
-    def add_row(self) -> None:
-        """Open an empty row at the end."""
-        for backbone in self._backbones:
-            backbone.add_row()
-
-    def drop_row(self, row: int) -> None:
-        """Forget a row; the last row takes its index."""
-        for backbone in self._backbones:
-            backbone.drop_row(row)
-
-    def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
-        """Take the features [n, F * H] of tokens newly committed to a row."""
-        for backbone in self._backbones:
-            backbone.observe(row, features)
+        if second is not None:
+            self.backbones.append(second)
 
     def holdings(self) -> list[Holding]:
         """Return the contexts' caches with the most memory that they can take."""
-        return [part.holding(self.branches if part is self.second else 1) for part in self._backbones]
+        return [part.holding(self.branches if part is self.second else 1) for part in self.backbones]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -111,7 +113,7 @@ class Domino(HeadDrafter):
             backbone.tokens(best.indices),
             torch.cat([best.values, mass.log()], dim=2),
             weights,
-            most,
+            min(most, best.indices.shape[2]),
             torch.tensor([row.chain for row in rows], device=backbone.device),
         )
 
@@ -132,48 +134,45 @@ class Domino(HeadDrafter):
         )
 
 
+@dataclass
 class _Paths:
     """A `Scorer` of paths, which carries the head's state of each branch.
 
-    Args:
+    Attributes:
+        head, backbone: the networks.
         inner: [R, L, rank], of the slots.
         tokens: int64 [R, L, C], the target's ids of the candidates.
         base: float32 [R, L, C + 1], their log-probabilities before correction, and that of all other tokens.
         outer: [R, L, C + 1, rank], rows of the head's outer weights.
-        most: children of a prefix that are of use.
+        most: children of a prefix that are of use, at most C.
         chains: bool [R], rows that take one child only.
+        state: [R, W, gru_hidden], of the last level's prefixes.
     """
 
-    def __init__(
-        self,
-        head: DominoHead,
-        backbone: BackboneParts,
-        inner: Tensor,
-        tokens: Tensor,
-        base: Tensor,
-        outer: Tensor,
-        most: int,
-        chains: Tensor,
-    ) -> None:
-        self._head, self._backbone = head, backbone
-        self._inner, self._tokens, self._base, self._outer = inner, tokens, base, outer
-        self._most, self._chains = min(most, tokens.shape[2]), chains
-        self._state = inner
+    head: DominoHead
+    backbone: BackboneParts
+    inner: Tensor
+    tokens: Tensor
+    base: Tensor
+    outer: Tensor
+    most: int
+    chains: Tensor
+    state: Tensor | None = None
 
     def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the children of a level's prefixes; see `ddtree.tree.Scorer`."""
-        head, level = self._head, depth - 1
-        if level == 0:
-            self._state = head.start(self._backbone, tokens)
+        head, level = self.head, depth - 1
+        if self.state is None:
+            self.state = head.start(self.backbone, tokens)
         else:
-            before = self._state.gather(1, parents[:, :, None].expand(-1, -1, head.gru_hidden))
-            self._state = head.step(self._backbone, before, tokens)
-        scores = self._base[:, None, level].expand(-1, tokens.shape[1], -1)
+            before = self.state.gather(1, parents[:, :, None].expand(-1, -1, head.gru_hidden))
+            self.state = head.step(self.backbone, before, tokens)
+        scores = self.base[:, None, level].expand(-1, tokens.shape[1], -1)
         if depth > head.pure_prefix:
-            hidden = head.hidden(self._inner[:, None, level], self._state)
-            scores = (scores + hidden @ self._outer[:, level].transpose(1, 2)).log_softmax(dim=-1)
-        best = scores[:, :, :-1].topk(self._most, dim=-1)
-        if self._most > 1:
-            best.values[:, :, 1:].masked_fill_(self._chains[:, None, None], float("-inf"))
-        candidates = self._tokens[:, None, level].expand(-1, tokens.shape[1], -1)
+            hidden = head.hidden(self.inner[:, None, level], self.state)
+            scores = (scores + hidden @ self.outer[:, level].transpose(1, 2)).log_softmax(dim=-1)
+        best = scores[:, :, :-1].topk(self.most, dim=-1)
+        if self.most > 1:
+            best.values[:, :, 1:].masked_fill_(self.chains[:, None, None], float("-inf"))
+        candidates = self.tokens[:, None, level].expand(-1, tokens.shape[1], -1)
         return candidates.gather(2, best.indices), best.values

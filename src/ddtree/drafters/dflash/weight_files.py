@@ -1,4 +1,4 @@
-"""The files of a drafter's folder: found, read, with the tensors' published names made ours, and written."""
+"""Finds, reads and writes the files of a drafter's folder, and makes the tensors' published names ours."""
 
 from __future__ import annotations
 
@@ -109,6 +109,31 @@ def _read_shard(path: Path) -> dict[str, Tensor]:
         pickle.UnpicklingError,
     ) as error:
         raise CheckpointError(f"{path.name} is damaged ({first_line(error)}): {REMEDY}") from error
+
+
+def read_mask_embedding(folder: Path, config: DFlashConfig) -> Tensor | None:
+    """Return a mask embedding [H] trained apart from the vocabulary, which some checkpoints have in a file.
+
+    Raises:
+        CheckpointError: the file is damaged, or for another mask token or size.
+    """
+    path = folder / "mask_embedding.pt"
+    if not path.exists():
+        return None
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        token = config.mask_token_id
+        if isinstance(state, dict):
+            token, state = state.get("mask_token_id", token), state["embedding"]
+        embedding = state.reshape(-1)
+    except (KeyError, AttributeError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path.name} is damaged ({type(error).__name__}): {REMEDY}") from error
+    if token != config.mask_token_id or len(embedding) != config.hidden_size:
+        raise CheckpointError(
+            f"{path.name} has {len(embedding)} values for token {token}, not {config.hidden_size} for mask token "
+            f"{config.mask_token_id}; {REMEDY}"
+        )
+    return embedding
 
 
 def our_names(tensors: dict[str, Tensor], config: DFlashConfig) -> dict[str, Tensor]:
