@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 from ddtree.cli import main
 from ddtree.drafters.dflash.checkpoint import read
-from ddtree.drafters.dflash.files import read_head
+from ddtree.drafters.dflash.head_checkpoint import read_head
 from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.train.cli import add_arguments, run

@@ -18,8 +18,8 @@ from ddtree.drafters.dflash.checkpoint import read, write
 from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
 from ddtree.drafters.dflash.drafter import DFlash, backbone_of
-from ddtree.drafters.dflash.files import write_head
 from ddtree.drafters.dflash.first_order import FirstOrder
+from ddtree.drafters.dflash.head_checkpoint import write_head
 from ddtree.drafters.dflash.heads import KINDS, Head, create
 from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.drafters.loading import NGRAMS as TABLE_PART
