@@ -7,13 +7,13 @@ import shutil
 import time
 from contextlib import contextmanager
 
-import fakes
 import pytest
 
 import ddtree
+import fakes
 import talker
-from ddtree.server.drafting import Drafting
-from ddtree.server.worker import Service
+from ddtree.server.config import DraftSettings
+from ddtree.server.worker import EngineThread
 
 playwright = pytest.importorskip("playwright.sync_api")
 LANES = ("on", "off")
@@ -37,7 +37,7 @@ def model():
 @contextmanager
 def served(model, **settings):
     """A service, and the address that it is served at."""
-    service = Service(model, name="tiny")
+    service = EngineThread(model, name="tiny")
     service.start()
     assert service.wait_ready(300)
     with fakes.served(service, grace=0.0, **settings) as address:
@@ -73,7 +73,7 @@ def service(opened):
 def page(opened):
     """The page, opened; that nothing was complained about in its console is checked afterwards."""
     context, service, address = opened
-    service.set_drafting(Drafting(method="tree", budget=32))
+    service.set_drafting(DraftSettings(method="tree", budget=32))
     page = context.new_page()
     complaints = []
     page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
@@ -154,10 +154,10 @@ def test_a_tab_out_of_sight_gives_its_connection_up(model, browser):
         page.goto(address + "/")
         playwright.expect(page.locator("#link")).to_have_text("live")
         page.evaluate(look, True)
-        fakes.eventually(lambda: not service._reports._watchers, 60)
+        fakes.eventually(lambda: not service.book._watchers, 60)
         page.evaluate(look, False)
         playwright.expect(page.locator("#link")).to_have_text("live")
-        fakes.eventually(lambda: len(service._reports._watchers) == 1, 60)
+        fakes.eventually(lambda: len(service.book._watchers) == 1, 60)
     page.close()
 
 
@@ -167,8 +167,8 @@ def test_the_controls_change_the_server_and_follow_it(page, service):
     page.focus("#depth")
     page.keyboard.press("Home")
     playwright.expect(page.locator("#drafting-note")).to_have_text("In use from the next round on.")
-    fakes.eventually(lambda: service.drafting == Drafting(method="chain", depth=1, budget=32))
-    service.set_drafting(Drafting(method="off", depth=7, budget="auto"))
+    fakes.eventually(lambda: service.drafting == DraftSettings(method="chain", depth=1, budget=32))
+    service.set_drafting(DraftSettings(method="off", depth=7, budget="auto"))
     playwright.expect(page.locator("#depth-value")).to_have_text("7")
     playwright.expect(page.locator("#methods input[value=off]")).to_be_checked()
     playwright.expect(page.locator("#budget-auto")).to_be_checked()
@@ -182,7 +182,7 @@ def test_an_answer_can_be_stopped(page, service, monkeypatch):
         return step()
 
     monkeypatch.setattr(service.model, "step", slowly)
-    service.set_drafting(Drafting(method="off"))
+    service.set_drafting(DraftSettings(method="off"))
     endless = {"ignore_eos": True, "max_tokens": 450}
     page.route(
         "**/v1/chat/completions",

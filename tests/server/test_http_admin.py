@@ -3,18 +3,18 @@
 import asyncio
 import json
 
-import fakes
 import httpx
 import pytest
 
 import ddtree
+import fakes
 import talker
-from ddtree.server.inbox import Inbox
+from ddtree.server.handle import DeltaQueue, TokenDelta
 
 
 @pytest.fixture(scope="module")
 def service():
-    return fakes.FakeService()
+    return fakes.FakeWorker()
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +78,21 @@ def test_state_and_events(client, service):
     assert client.get("/api/state").json() == {"model": "fake", "rows": 0}
     found = []
     with client.stream("GET", "/api/events") as response:
-        fakes.eventually(lambda: service.watchers)
+        fakes.eventually(lambda: service.book._watchers)
         for number in range(3):
-            service.watchers[0]({"t": number})
+            service.book._watchers[0]({"t": number})
         for line in response.iter_lines():
             found.append(line)
             if len([one for one in found if one == "event: state"]) == 2:
                 break
     rounds = [json.loads(found[i + 1][6:]) for i, line in enumerate(found) if line == "event: round"]
     assert rounds == [{"t": 0}, {"t": 1}, {"t": 2}]
-    fakes.eventually(lambda: not service.watchers)
+    fakes.eventually(lambda: not service.book._watchers)
 
 
 def test_open_streams_of_events_do_not_keep_a_server_alive():
     client = httpx.Client()
-    with fakes.served(fakes.FakeService()) as address:
+    with fakes.served(fakes.FakeWorker()) as address:
         response = client.send(client.build_request("GET", address + "/api/events"), stream=True)
     assert all(line.startswith(("event: state", "data: ")) for line in response.iter_lines() if line)
 
@@ -105,16 +105,25 @@ def test_the_api_is_described(client):
     assert client.get("/docs").status_code == 404
 
 
-def test_an_inbox_merges_what_nobody_has_taken():
+def test_a_queue_gives_everything_once_and_a_slow_readers_deltas_are_joined():
     async def read():
-        inbox = Inbox()
-        put = inbox.deliverer(1)
-        for event in fakes.said("hey"):
-            put(event)
-        (taken,) = await inbox.take(1)
-        assert await inbox.take(0.01) == []
-        return taken
+        queue = DeltaQueue()
+        for delta in fakes.said("hey"):
+            queue.put(delta)
+        taken = await queue.take(1)
+        assert await queue.take(0.01) == []
+        return TokenDelta.joined(taken)
 
-    index, event = asyncio.run(read())
-    assert (index, event.text, event.tokens, event.origins) == (1, "hey", [104, 101, 121], [0, 1, 0])
-    assert event.result is not None and event.logprobs is None
+    whole = asyncio.run(read())
+    assert (whole.text, whole.tokens, whole.origins) == ("hey", [104, 101, 121], [0, 1, 0])
+    assert whole.result is not None and not whole.logprobs
+
+
+def test_a_queue_with_a_limit_drops_the_oldest():
+    async def read():
+        queue = DeltaQueue(most=2)
+        for number in range(5):
+            queue.put(number)
+        return await queue.take(1)
+
+    assert asyncio.run(read()) == [3, 4]

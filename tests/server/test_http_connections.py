@@ -5,12 +5,12 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager
 
-import fakes
 import httpx
 import pytest
 
-from ddtree.server import connections, security
+import fakes
 from ddtree.server import run as runner
+from ddtree.server import security
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -18,7 +18,7 @@ BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 
 @pytest.fixture
 def service():
-    return fakes.FakeService(max_connections=3)
+    return fakes.FakeWorker(max_connections=3)
 
 
 @contextmanager
@@ -88,14 +88,14 @@ def test_another_protocol_is_neither_spoken_nor_advised(service, caplog):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost:"])
 def test_a_head_that_does_not_come_ends_the_connection(service, monkeypatch, sent):
-    monkeypatch.setattr(connections, "HEAD_PATIENCE", 0.2)
+    monkeypatch.setattr(security, "HEAD_PATIENCE", 0.2)
     with fakes.served(service) as address, connected(address) as connection:
         connection.sendall(sent)
         assert everything(connection) == b""
 
 
 def test_every_head_is_waited_for_as_the_first(service, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_PATIENCE", 0.5)
+    monkeypatch.setattr(security, "HEAD_PATIENCE", 0.5)
     with fakes.served(service) as address, connected(address) as connection:
         for _ in range(2):
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -110,7 +110,7 @@ def test_every_head_is_waited_for_as_the_first(service, monkeypatch):
 
 
 def test_an_answer_may_take_longer_than_a_head(service, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_PATIENCE", 0.5)
+    monkeypatch.setattr(security, "HEAD_PATIENCE", 0.5)
 
     def slowly(asked, index):
         time.sleep(1.0)

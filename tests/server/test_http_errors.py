@@ -2,13 +2,13 @@
 
 import json
 
-import fakes
 import httpx
 import pytest
 from pydantic import ValidationError
 
+import fakes
 from ddtree.errors import CacheMemoryError, PromptError
-from ddtree.server.limits import BusyError, ClosingError, EngineError, TimeoutReached
+from ddtree.server.handle import BusyError, ClosingError, EngineError, TimeoutReached
 from ddtree.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -18,7 +18,7 @@ CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def service():
-    return fakes.FakeService(max_body_bytes=20_000, max_waiting=4, max_n=3)
+    return fakes.FakeWorker(max_body_bytes=20_000, max_waiting=4, max_n=3)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 
-import fakes
 import httpx
 import pytest
 
+import fakes
 import talker
 from ddtree.cli import main
 

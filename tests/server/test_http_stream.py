@@ -5,12 +5,12 @@ import socket
 import threading
 import time
 
-import fakes
 import httpx
 import pytest
 
+import fakes
 import talker
-from ddtree.server.events import Event
+from ddtree.server.handle import TokenDelta
 from ddtree.server.tokens import TokenTexts
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -18,7 +18,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture(scope="module")
 def service():
-    return fakes.FakeService()
+    return fakes.FakeWorker()
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,8 @@ def test_timings_are_with_the_usage_where_there_is_one(address):
 
 def test_an_error_in_the_middle_is_told_in_the_stream(address, service):
     service.script = lambda asked, index: [
-        Event("he", [1], [0]),
-        Event("", [], [], error=RuntimeError("secret")),
+        TokenDelta("he", [1], [0]),
+        TokenDelta(error=RuntimeError("secret")),
     ]
     *_, last = lines(address, **CHAT)
     assert last["error"]["code"] == "internal_error" and "secret" not in str(last)
@@ -139,7 +139,7 @@ def test_an_answer_that_the_server_gave_up_is_no_whole_answer(address, service):
 def test_a_client_that_leaves_cancels_its_answer(address, service, stream):
     def endless(asked, index):
         while not service.cancelled:
-            yield Event("x", [1], [0])
+            yield TokenDelta("x", [1], [0])
             time.sleep(0.01)
 
     service.script = endless
@@ -161,9 +161,9 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(address, service):
     def script(asked, index):
         began = time.monotonic()
         for _ in range(count):
-            asked.deliver(Event(piece, [1], [0]))
+            asked.send(TokenDelta(piece, [1], [0]))
         took.append(time.monotonic() - began)
-        return [Event("", [], [], result=fakes.result(piece * count, [1] * count))]
+        return [TokenDelta(result=fakes.result(piece * count, [1] * count))]
 
     service.script = script
     with httpx.stream(

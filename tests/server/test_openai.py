@@ -3,14 +3,14 @@
 import asyncio
 import threading
 
-import fakes
 import openai
 import pytest
 
 import ddtree
+import fakes
 import talker
-from ddtree.server.limits import Limits
-from ddtree.server.worker import Service
+from ddtree.server.config import ServerLimits
+from ddtree.server.worker import EngineThread
 
 MESSAGES = [{"role": "user", "content": "To be, or not to be"}]
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 24}
@@ -25,7 +25,7 @@ def model():
 @pytest.fixture(scope="module")
 def service():
     loaded = ddtree.load(talker.model(), tokenizer=talker.tokenizer(), max_rows=4, prefix_bytes=2**24)
-    service = Service(loaded, name="tiny", limits=Limits(max_waiting=16))
+    service = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
     service.start()
     assert service.wait_ready(60)
     with loaded:

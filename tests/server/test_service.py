@@ -12,9 +12,15 @@ import ddtree
 import talker
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
 from ddtree.sampling.params import SamplingParams
-from ddtree.server.drafting import Drafting
-from ddtree.server.limits import BusyError, ClosingError, EngineError, Limits, TimeoutReached
-from ddtree.server.worker import Asked, Service
+from ddtree.server.config import DraftSettings, ServerLimits
+from ddtree.server.handle import (
+    BusyError,
+    ClosingError,
+    EngineError,
+    GenerationRequest,
+    TimeoutReached,
+)
+from ddtree.server.worker import EngineThread
 
 PATIENCE = 60
 
@@ -25,10 +31,11 @@ class Reader:
     def __init__(self):
         self.events, self.over, self.begun = [], threading.Event(), threading.Event()
 
-    def __call__(self, event):
-        self.events.append(event)
+    def put(self, item):
+        _, delta = item
+        self.events.append(delta)
         self.begun.set()
-        if event.last:
+        if delta.last:
             self.over.set()
 
     def wait(self):
@@ -46,7 +53,7 @@ class Reader:
 
 def make(drafter="lookup", max_rows=4, **options):
     model = ddtree.load(talker.model(), drafter, tokenizer=talker.tokenizer(), max_rows=max_rows)
-    return Service(model, name="tiny", **options)
+    return EngineThread(model, name="tiny", **options)
 
 
 @pytest.fixture
@@ -61,7 +68,7 @@ def service():
 
 def nothing_is_left(service):
     engine = service.model.engine
-    assert engine.idle and engine._cache.rows == 0 and not service._tickets and service._open == 0
+    assert engine.idle and engine._cache.rows == 0 and not service._handles and service._open == 0
     assert service.state()["kv"]["used"] == 0
     if engine.drafter is not None:
         assert not engine.drafter._rows
@@ -70,9 +77,8 @@ def nothing_is_left(service):
 def ask(service, prompt="to be or not to be", reader=None, drafting=None, text=True, **params):
     reader = reader or Reader()
     params = SamplingParams(**{"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, **params})
-    reader.ticket = service.submit(
-        service.model.encode(prompt), params, deliver=reader, drafting=drafting, text=text
-    )
+    request = GenerationRequest(service.model.encode(prompt), params, drafting, text)
+    (reader.handle,) = service.submit([request], reader)
     return reader
 
 
@@ -148,9 +154,9 @@ def test_what_cannot_work_is_refused_at_once(service):
         ([5], {"drafter": "absent"}, ConfigError),
     ):
         with pytest.raises(error):
-            service.submit(prompt, params, deliver=print, drafting=drafting)
+            service.submit([GenerationRequest(prompt, params, drafting)], Reader())
     with pytest.raises(ConfigError, match="logit_bias"):
-        service.submit([5], SamplingParams(logit_bias={9999: 1}), deliver=print)
+        service.submit([GenerationRequest([5], SamplingParams(logit_bias={9999: 1}))], Reader())
 
 
 def test_a_cancelled_answer_frees_its_row_within_a_round(service):
@@ -158,23 +164,23 @@ def test_a_cancelled_answer_frees_its_row_within_a_round(service):
     stays = ask(service, max_tokens=300)
     reader = ask(service, max_tokens=400)
     assert reader.begun.wait(PATIENCE)
-    service.cancel(reader.ticket)
+    service.cancel(reader.handle)
     last = reader.wait()
     assert len(service.model.engine.running) <= 1
     assert last.result.finish_reason == "cancelled"
     assert reader.tokens == last.result.token_ids == whole[: len(reader.tokens)]
     assert stays.wait().result.finish_reason == "length"
-    service.cancel(reader.ticket)
+    service.cancel(reader.handle)
 
 
 def test_a_full_queue_refuses_and_takes_more_when_there_is_room():
-    service = make(max_rows=1, limits=Limits(max_waiting=2))
+    service = make(max_rows=1, limits=ServerLimits(max_waiting=2))
     service.start()
     readers = [ask(service, max_tokens=200) for _ in range(3)]
     with pytest.raises(BusyError) as refused:
         ask(service)
     assert refused.value.retry_after >= 1
-    service.cancel(readers[0].ticket)
+    service.cancel(readers[0].handle)
     readers[0].wait()
     eventually(lambda: service._open < 3)
     readers.append(ask(service, max_tokens=3))
@@ -184,18 +190,17 @@ def test_a_full_queue_refuses_and_takes_more_when_there_is_room():
 
 
 def test_several_answers_are_admitted_together_or_not_at_all():
-    service = make(max_rows=1, limits=Limits(max_waiting=2))
+    service = make(max_rows=1, limits=ServerLimits(max_waiting=2))
     service.start()
     params = SamplingParams(max_tokens=3, temperature=0.0)
-    readers = [Reader() for _ in range(4)]
+    reader, good, bad = Reader(), GenerationRequest([5], params), GenerationRequest([], params)
     with pytest.raises(BusyError):
-        service.submit_all([Asked([5], params, reader) for reader in readers])
+        service.submit([good] * 4, reader)
     with pytest.raises(PromptError):
-        service.submit_all([Asked([5], params, readers[0]), Asked([], params, readers[1])])
-    service.submit_all([Asked([5], params, reader) for reader in readers[:3]])
-    for reader in readers[:3]:
-        reader.wait()
-    assert not readers[3].events
+        service.submit([good, bad], reader)
+    service.submit([good] * 3, reader)
+    eventually(lambda: sum(delta.last for delta in reader.events) == 3)
+    eventually(lambda: service._open == 0)
     service.shutdown(0)
 
 
@@ -217,7 +222,7 @@ def test_shutdown_ends_what_takes_too_long(service):
 
 
 def test_an_answer_may_take_only_so_long():
-    service = make(limits=Limits(request_timeout=0.05))
+    service = make(limits=ServerLimits(request_timeout=0.05))
     service.start()
     slow = ask(service, max_tokens=450, processors=[slowly])
     assert isinstance(slow.wait().error, TimeoutReached)
@@ -231,14 +236,14 @@ def slowly(prefix, logits):
 
 
 def test_drafting_changes_live_where_a_request_does_not_fix_it():
-    service = make(drafting=Drafting(method="off"))
+    service = make(drafting=DraftSettings(method="off"))
     service.start()
     free = ask(service, max_tokens=300)
     fixed = ask(service, max_tokens=300, drafting={"method": "off"})
     partly = ask(service, max_tokens=300, drafting={"depth": 1})
     for reader in (free, fixed, partly):
         assert reader.begun.wait(PATIENCE)
-    service.set_drafting(Drafting(method="tree", budget=8))
+    service.set_drafting(DraftSettings(method="tree", budget=8))
     results = [reader.wait().result for reader in (free, fixed, partly)]
     text = alone("to be or not to be", max_tokens=300).token_ids
     assert all(result.token_ids == text for result in results)
@@ -252,9 +257,9 @@ def test_drafting_changes_live_where_a_request_does_not_fix_it():
 def test_one_of_several_drafters_can_be_named(tmp_path):
     drafters = ["lookup", f"draft:{talker.save(tmp_path)}"]
     model = ddtree.load(talker.model(), drafters, tokenizer=talker.tokenizer())
-    service = Service(model, name="tiny", drafting=Drafting(method="tree", budget=4))
+    service = EngineThread(model, name="tiny", drafting=DraftSettings(method="tree", budget=4))
     with pytest.raises(ConfigError, match="not loaded"):
-        service.set_drafting(Drafting(drafter="absent"))
+        service.set_drafting(DraftSettings(drafter="absent"))
     service.start()
     names = model.engine.members
     one = ask(service, drafting={"drafter": names[1]}).wait().result
@@ -273,7 +278,7 @@ def test_a_failing_reader_ends_its_answer_alone(service):
 
 
 class Failing(Reader):
-    def __call__(self, event):
+    def put(self, item):
         raise RuntimeError("no reader")
 
 
@@ -293,10 +298,10 @@ def test_a_failing_watcher_spoils_no_answer(service):
         raise RuntimeError("no watcher")
 
     reports = []
-    service.watch(fail)
-    stop = service.watch(reports.append)
+    service.book.watch(fail)
+    stop = service.book.watch(reports.append)
     ask(service, drafting={"method": "tree", "budget": 4}, max_tokens=80).wait()
-    assert reports and fail not in service._reports._watchers
+    assert reports and fail not in service.book._watchers
     stop()
     told = len(reports)
     ask(service).wait()
@@ -348,7 +353,7 @@ def test_a_row_that_cannot_be_freed_costs_the_engine_and_not_the_service(service
 
 
 def test_a_drafter_whose_rows_cannot_be_freed_is_given_up(monkeypatch):
-    service = make(drafting=Drafting(drafter="lookup"))
+    service = make(drafting=DraftSettings(drafter="lookup"))
     service.start()
     service.wait_ready(PATIENCE)
     monkeypatch.setattr(service.model.engine.drafter, "drop_row", broken(RuntimeError("stuck")))
@@ -364,9 +369,9 @@ def test_a_service_that_cannot_go_on_says_so_and_leaves_nobody_waiting(monkeypat
     service.wait_ready(PATIENCE)
     monkeypatch.setattr(service.model.engine._cache, "drop_row", broken(RuntimeError("stuck")))
     monkeypatch.setattr(service.model, "renew", broken(RuntimeError("no more")))
-    readers = [Reader() for _ in range(6)]
-    service.submit_all([Asked([5, 6], SamplingParams(max_tokens=9, seed=1), reader) for reader in readers])
-    assert all(isinstance(reader.wait().error, ClosingError) for reader in readers)
+    reader, request = Reader(), GenerationRequest([5, 6], SamplingParams(max_tokens=9, seed=1))
+    service.submit([request] * 6, reader)
+    eventually(lambda: sum(isinstance(delta.error, ClosingError) for delta in reader.events) == 6)
     eventually(lambda: not service.health["live"])
     assert service.health["status"] == "failed" and "no more" in service.health["error"]
     with pytest.raises(ClosingError, match="no more"):
@@ -385,7 +390,7 @@ def test_nothing_runs_while_there_is_nothing_to_do(service):
 def test_memory_of_the_last_answer_is_no_longer_told_once_it_is_cancelled(service):
     reader = ask(service, max_tokens=400, ignore_eos=True)
     assert reader.begun.wait(PATIENCE) and service.state()["kv"]["used"] > 0
-    service.cancel(reader.ticket)
+    service.cancel(reader.handle)
     assert reader.wait().result.finish_reason == "cancelled"
     assert service.state()["kv"]["used"] == 0
 
@@ -406,9 +411,9 @@ def test_random_submissions_and_cancels_leave_no_row_behind(service):
         except BusyError:
             time.sleep(0.02)
         if readers and rng.random() < 0.4:
-            service.cancel(rng.choice(readers).ticket)
+            service.cancel(rng.choice(readers).handle)
         if turn % 20 == 0:
-            service.set_drafting(Drafting(method=rng.choice(["off", "tree", "auto"])))
+            service.set_drafting(DraftSettings(method=rng.choice(["off", "tree", "auto"])))
     reasons = {reader.wait().result.finish_reason for reader in readers}
     assert reasons == {"length", "cancelled"} and len(readers) > 60
     eventually(lambda: service._open == 0)
@@ -417,7 +422,7 @@ def test_random_submissions_and_cancels_leave_no_row_behind(service):
 
 def test_state_and_reports_are_plain_values(service):
     reports = []
-    service.watch(reports.append)
+    service.book.watch(reports.append)
     ask(service, "abcabcabc", drafting={"budget": 8}, max_tokens=60).wait()
     ask(service, "abcabcabc", drafting={"method": "tree", "budget": 8}, max_tokens=60).wait()
     ask(service, "abcabcabc", drafting={"method": "off"}, max_tokens=60).wait()

@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fakes
 import httpx
 import pytest
 
 import ddtree
+import fakes
 import talker
-from ddtree.server.limits import BusyError
-from ddtree.server.worker import Service
+from ddtree.server.handle import BusyError
+from ddtree.server.worker import EngineThread
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -63,48 +63,48 @@ def test_a_tiny_model_bears_ten_seconds_of_everything(tmp_path):
 
 def test_answers_as_expected_pass_and_others_do_not(scripts):
     acts = ("whole", "stream", "break_off", "give_up", "half")
-    good = press(scripts[1], fakes.FakeService(), acts)
+    good = press(scripts[1], fakes.FakeWorker(), acts)
     assert not good.wrongs and good.counts["answers held against what they are alone"] > 1
-    bad = press(scripts[1], fakes.FakeService(), acts, expected="goodbye")
+    bad = press(scripts[1], fakes.FakeWorker(), acts, expected="goodbye")
     assert "another text than alone" in bad.wrongs[0] and bad.counts["wrong"] > 1
 
 
 def test_an_answer_that_breaks_off_is_wrong(scripts):
-    service = fakes.FakeService()
+    service = fakes.FakeWorker()
     service.script = lambda asked, index: [
         *fakes.said("hel")[:-1],
-        fakes.Event("", [], [], error=ValueError("x")),
+        fakes.TokenDelta(error=ValueError("x")),
     ]
     assert "500" in press(scripts[1], service, ["whole"]).wrongs[0]
     assert "an error in a stream" in press(scripts[1], service, ["stream"]).wrongs[0]
 
 
 def test_an_answer_that_never_comes_is_lost(scripts, monkeypatch):
-    service = fakes.FakeService()
+    service = fakes.FakeWorker()
     service.script = lambda asked, index: []
     monkeypatch.setattr(scripts[1].asyncio, "timeout", lambda _, real=asyncio.timeout: real(0.2))
     assert scripts[1].TOOK in press(scripts[1], service, ["whole"], seconds=0.1).wrongs[0]
 
 
 def test_a_full_queue_is_waited_for(scripts):
-    service = fakes.FakeService()
+    service = fakes.FakeWorker()
     service.refusal = BusyError("full", 0)
-    real = service.submit_all
+    real = service.submit
 
-    def later(asked):
+    def later(requests, queue):
         try:
-            return real(asked)
+            return real(requests, queue)
         finally:
             service.refusal = None
 
-    service.submit_all = later
+    service.submit = later
     made = press(scripts[1], service, ["whole"])
     assert not made.wrongs and made.counts["told to wait"] == 1
 
 
 def test_all_nonsense_is_refused_by_a_real_server(scripts):
     loaded = ddtree.load(talker.model(), "lookup", tokenizer=talker.tokenizer())
-    service = Service(loaded, name="tiny")
+    service = EngineThread(loaded, name="tiny")
     service.start()
     assert service.wait_ready(60)
     with loaded, fakes.served(service) as address, httpx.Client(base_url=address, timeout=60) as client:
