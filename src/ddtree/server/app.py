@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import mimetypes
 from collections.abc import AsyncGenerator
-from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -15,32 +14,16 @@ from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
 
 import ddtree
 from ddtree import prompts
 from ddtree.errors import DDTreeError
-from ddtree.server import openai
+from ddtree.server import http, openai, schemas
 from ddtree.server.config import HttpSettings
 from ddtree.server.handle import DeltaQueue
-from ddtree.server.http import (
-    STREAM_RESPONSES,
-    ApiError,
-    EventStream,
-    api_error,
-    event,
-    invalid_value,
-    json_response,
-    validation_error,
-)
+from ddtree.server.http import ApiError, invalid_value, json_response
 from ddtree.server.metrics import CONTENT_TYPE
-from ddtree.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    DraftingRequest,
-    ErrorBody,
-    TokenizeRequest,
-)
 from ddtree.server.security import AuthMiddleware, BodyLimit
 from ddtree.server.state import AppState
 from ddtree.server.tokens import encode_chat
@@ -50,18 +33,12 @@ STATE_EVERY = 1.0
 """Seconds between two states in the stream of events."""
 _REPORTS_KEPT = 64  # round reports that wait for a slow reader
 _SCHEMAS: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/api/drafting": DraftingRequest,
+    "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/completions": schemas.CompletionRequest,
+    "/tokenize": schemas.TokenizeRequest,
+    "/api/drafting": schemas.DraftingRequest,
 }
-DASHBOARD_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+_DASHBOARD = Path(__file__).parent / "dashboard"
 # The page asks nothing of any other host and carries no inline script or style, so its policy forbids both.
 _DASHBOARD_HEADERS = {
     "Cache-Control": "no-cache",  # kept, but asked about: a newer server's page is seen at once
@@ -71,8 +48,20 @@ _DASHBOARD_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
+# Python 3.11 knows the older type, and systems may know another one.
+mimetypes.add_type("text/javascript", ".mjs")
+mimetypes.add_type("text/javascript", ".js")
 router = APIRouter()
-dashboard = APIRouter(include_in_schema=False)
+
+
+class DashboardFiles(StaticFiles):
+    """Serves the dashboard's files, with headers that forbid scripts and requests of other hosts."""
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        """Return a file, or 304 for a browser that has it."""
+        response = super().file_response(*args, **options)
+        response.headers.update(_DASHBOARD_HEADERS)
+        return response
 
 
 def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> FastAPI:
@@ -84,11 +73,12 @@ def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> Fa
         # The pages that show the API load scripts of other hosts.
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+        responses={"4XX": {"model": schemas.ErrorBody}, "5XX": {"model": schemas.ErrorBody}},
     )
     app.state.ddtree = AppState(worker, settings)
-    for routes in (openai.router, router, dashboard):
-        app.include_router(routes)
+    app.include_router(openai.router)
+    app.include_router(router)
+    app.mount("/dashboard", DashboardFiles(directory=_DASHBOARD))
     # The last one added sees a request first.
     app.add_middleware(BodyLimit, limit=worker.limits.max_body_bytes)
     app.add_middleware(AuthMiddleware, keys=settings.api_keys, hosts=settings.hosts)
@@ -109,7 +99,7 @@ def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> Fa
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return validation_error(error).response()
+    return http.validation_error(error).response()
 
 
 async def _answer_refused(request: Request, error: Exception) -> Response:
@@ -126,7 +116,7 @@ async def _answer_refused(request: Request, error: Exception) -> Response:
 
 async def _answer_failed(request: Request, error: Exception) -> Response:
     schema = _SCHEMAS.get(request.url.path)
-    return api_error(error, schema.model_fields if schema else None).response()
+    return http.api_error(error, schema.model_fields if schema else None).response()
 
 
 @router.get("/v1/models")
@@ -186,7 +176,7 @@ def metrics(request: Request) -> Response:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+async def tokenize(body: schemas.TokenizeRequest, request: Request) -> Response:
     """Return the token ids of a text or a chat, as an answer would begin with."""
     state = AppState.of(request)
     state.check_model(body.model)
@@ -204,7 +194,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     return json_response(found)
 
 
-def _encode(tokenizer: Any, body: TokenizeRequest) -> list[int]:
+def _encode(tokenizer: Any, body: schemas.TokenizeRequest) -> list[int]:
     if body.prompt is None:
         return encode_chat(tokenizer, body)
     tokens = prompts.encode(tokenizer, body.prompt)
@@ -214,7 +204,7 @@ def _encode(tokenizer: Any, body: TokenizeRequest) -> list[int]:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+async def detokenize(body: schemas.DetokenizeRequest, request: Request) -> Response:
     """Return the text of token ids, special ones included."""
     state = AppState.of(request)
     state.check_model(body.model)
@@ -236,7 +226,7 @@ async def drafting(request: Request) -> Response:
 
 
 @router.post("/api/drafting")
-async def set_drafting(body: DraftingRequest, request: Request) -> Response:
+async def set_drafting(body: schemas.DraftingRequest, request: Request) -> Response:
     """Change that from the next round on, for running answers too. Texts stay the same."""
     worker = AppState.of(request).worker
     # Null is a value: all drafters. An unknown field is an error here, as a misspelt one would change nothing.
@@ -250,12 +240,12 @@ async def state(request: Request) -> Response:
     return json_response(AppState.of(request).worker.state())
 
 
-@router.get("/api/events", responses=STREAM_RESPONSES)
+@router.get("/api/events", responses=http.STREAM_RESPONSES)
 async def events(request: Request) -> Response:
     """Send server-sent events: `round` reports as they come, and the `state` once per second."""
     worker = AppState.of(request).worker
     reports: DeltaQueue[dict[str, Any]] = DeltaQueue(most=_REPORTS_KEPT)
-    return EventStream(_events(worker, reports), worker.book.watch(reports.put))
+    return http.EventStream(_events(worker, reports), worker.book.watch(reports.put))
 
 
 async def _events(worker: EngineThread, reports: DeltaQueue[dict[str, Any]]) -> AsyncGenerator[str, None]:
@@ -264,42 +254,13 @@ async def _events(worker: EngineThread, reports: DeltaQueue[dict[str, Any]]) -> 
     due = clock()
     while worker.health["status"] not in ("closing", "stopped", "failed"):
         if clock() >= due:
-            yield event(worker.state(), "state")
+            yield http.event(worker.state(), "state")
             due = clock() + STATE_EVERY
         for report in await reports.take(due - clock()):
-            yield event(report, "round")
+            yield http.event(report, "round")
 
 
-@dashboard.api_route("/", methods=["GET", "HEAD"])
-def dashboard_page(request: Request) -> Response:
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+async def dashboard(request: Request) -> Response:
     """Return the dashboard's page."""
-    return _dashboard_response(request, "index.html")
-
-
-@dashboard.api_route("/dashboard/{name}", methods=["GET", "HEAD"])
-def dashboard_file(request: Request, name: str) -> Response:
-    """Return a script, style sheet or picture of the dashboard; 404 for any other name."""
-    return _dashboard_response(request, name)
-
-
-@cache
-def _dashboard_files() -> dict[str, tuple[bytes, str, str]]:
-    """Return each file's bytes, type and entity tag by its name; they are read once."""
-    found = {}
-    for file in files(__package__).joinpath("dashboard").iterdir():
-        kind = DASHBOARD_TYPES.get("." + file.name.rpartition(".")[2])
-        if kind is not None:
-            data = file.read_bytes()
-            found[file.name] = (data, kind, f'"{hashlib.sha256(data).hexdigest()[:20]}"')
-    return found
-
-
-def _dashboard_response(request: Request, name: str) -> Response:
-    file = _dashboard_files().get(name)
-    if file is None:
-        raise HTTPException(404, f"the dashboard has no file {name!r}")
-    data, kind, tag = file
-    headers = {**_DASHBOARD_HEADERS, "ETag": tag}
-    if tag in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    return Response(data, media_type=kind, headers=headers)
+    return await DashboardFiles(directory=_DASHBOARD).get_response("index.html", request.scope)

@@ -16,22 +16,9 @@ from ddtree.engine.sequence import Result
 from ddtree.errors import ConfigError
 from ddtree.sampling.noise import MAX_SEED
 from ddtree.sampling.params import SamplingParams
-from ddtree.server import schemas
+from ddtree.server import http, schemas
 from ddtree.server.handle import ClosingError, DeltaQueue, GenerationRequest, TokenDelta
-from ddtree.server.http import (
-    STREAM_COMMENT,
-    STREAM_DONE,
-    STREAM_PATIENCE,
-    STREAM_RESPONSES,
-    ApiError,
-    EventStream,
-    api_error,
-    event,
-    invalid_value,
-    json_response,
-    new_id,
-    unless_disconnected,
-)
+from ddtree.server.http import ApiError, invalid_value
 from ddtree.server.schemas import ChatRequest, CompletionRequest, GenerationFields, StreamOptions
 from ddtree.server.state import AppState
 from ddtree.server.tokens import CompletionLogprobs, chat_logprobs, encode_chat, prompt_logprobs
@@ -44,7 +31,7 @@ _log = logging.getLogger(__name__)
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", responses=STREAM_RESPONSES)
+@router.post("/v1/chat/completions", responses=http.STREAM_RESPONSES)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat: n choices, whole or as server-sent events."""
     state = AppState.of(request)
@@ -63,7 +50,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return await ChatFormatter(state, body, Choices(state, body, [prompt], params)).respond(request)
 
 
-@router.post("/v1/completions", responses=STREAM_RESPONSES)
+@router.post("/v1/completions", responses=http.STREAM_RESPONSES)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several, n times each; choice i * n + j is the j-th of prompt i."""
     state = AppState.of(request)
@@ -179,7 +166,7 @@ class Choices:
         """
         while None in self._results:
             waiting: dict[int, list[TokenDelta]] = {}
-            for index, delta in await self._queue.take(STREAM_PATIENCE):
+            for index, delta in await self._queue.take(http.STREAM_PATIENCE):
                 waiting.setdefault(index, []).append(delta)
             if not waiting:
                 yield None
@@ -276,7 +263,7 @@ class ResponseFormatter(ABC):
         self._detailed = bool(body.ddtree_details)
         self._timed = self._detailed or bool(body.ddtree_timings)
         self._head = {
-            "id": new_id(self.prefix),
+            "id": http.new_id(self.prefix),
             "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
             "model": state.worker.name,
@@ -301,12 +288,12 @@ class ResponseFormatter(ABC):
     async def respond(self, request: Request) -> Response:
         """Return the response. The answers end when the client leaves."""
         if self._stream:
-            return EventStream(self._chunks(), self.choices.cancel)
+            return http.EventStream(self._chunks(), self.choices.cancel)
         try:
-            whole = await unless_disconnected(request.receive, self._whole())
+            whole = await http.unless_disconnected(request.receive, self._whole())
         finally:
             self.choices.cancel()
-        return Response(status_code=_CLIENT_LEFT) if whole is None else json_response(whole)
+        return Response(status_code=_CLIENT_LEFT) if whole is None else http.json_response(whole)
 
     async def _whole(self) -> dict[str, Any]:
         answers = await self.choices.complete()
@@ -321,7 +308,7 @@ class ResponseFormatter(ABC):
         try:
             async for item in self.choices.deltas():
                 if item is None:
-                    yield STREAM_COMMENT
+                    yield http.STREAM_COMMENT
                     continue
                 index, delta = item
                 # With the first token, not before: clients take the first chunk for it when they measure.
@@ -339,11 +326,11 @@ class ResponseFormatter(ABC):
             if self._options.include_usage:
                 yield self._chunk([], {"usage": self.choices.usage(), **self._figures()})
         except Exception as error:
-            known = api_error(error)
+            known = http.api_error(error)
             if known.status_code == 500:
                 _log.exception("an answer failed")
-            yield event(known.body())
-        yield STREAM_DONE
+            yield http.event(known.body())
+        yield http.STREAM_DONE
 
     def _details(self, delta: TokenDelta) -> dict[str, Any]:
         if not self._detailed:
@@ -358,7 +345,7 @@ class ResponseFormatter(ABC):
         chunk = {**self._head, "choices": choices, **(more or {})}
         if self._options.continuous_usage_stats:
             chunk.setdefault("usage", self.choices.usage())
-        return event(chunk)
+        return http.event(chunk)
 
 
 class ChatFormatter(ResponseFormatter):

@@ -147,13 +147,13 @@ class LimitedConnection(H11Protocol):
     """uvicorn's connection, with a limit on their number (`limit_concurrency`) and on the time of a request's head.
 
     uvicorn's own limit is checked at each request, and answers those of older connections in plain text. Here one
-    connection too many gets an error in OpenAI's form and is closed.
+    connection too many gets an error in OpenAI's form and is closed. uvicorn's own timer only runs between requests.
     """
 
-    _head_timer: asyncio.TimerHandle | None = None
+    _head_deadline: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for a request, or close a connection too many."""
+        """Wait for the first request, or close a connection too many."""
         super().connection_made(transport)
         most, self.limit_concurrency = self.limit_concurrency, None
         if most is not None and len(self.connections) > most:
@@ -163,17 +163,12 @@ class LimitedConnection(H11Protocol):
             self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a request; each head has its time from its first byte on."""
+        """Take bytes of a request. A head must be complete in time, however many pieces it comes in."""
         super().data_received(data)
         if self._answering:
-            self._stop_waiting()
-        elif self._head_timer is None:
+            self._head_deadline = None
+        else:
             self._wait_for_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
-        self._stop_waiting()
-        super().connection_lost(exc)
 
     def shutdown(self) -> None:
         """End with the server. A request whose body is incomplete would only be refused, at its sender's pace."""
@@ -193,17 +188,10 @@ class LimitedConnection(H11Protocol):
         return cycle is not None and not cycle.response_complete
 
     def _wait_for_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_PATIENCE, self._give_up)
-
-    def _stop_waiting(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _give_up(self) -> None:
-        self._head_timer = None
-        if not self._answering:
-            self.transport.close()
+        if self._head_deadline is None:
+            self._head_deadline = self.loop.time() + HEAD_PATIENCE
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_at(self._head_deadline, self.timeout_keep_alive_handler)
 
 
 def _too_many_connections() -> bytes:
