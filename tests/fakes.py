@@ -84,19 +84,26 @@ class FakeWorker:
 
 
 @contextmanager
-def served(worker, grace=5.0, port=0, **settings):
-    """The address of a server, on a free port by default, which has ended afterwards."""
+def running(worker, grace=5.0, port=0, **settings):
+    """A server, its thread and its address, on a free port by default. It has ended afterwards."""
     bound = bind("127.0.0.1", port)
     server = HttpServer(create_app(worker, HttpSettings(**settings)), worker, grace=grace)
     thread = threading.Thread(target=server.serve_on, args=(bound,))
     thread.start()
     try:
         eventually(lambda: server.started)
-        yield url(bound)
+        yield server, thread, url(bound)
     finally:
         server.stop()
         thread.join(30)
         assert not thread.is_alive()
+
+
+@contextmanager
+def served(worker, **options):
+    """The address of a server; see `running`."""
+    with running(worker, **options) as (_, _, address):
+        yield address
 
 
 def eventually(holds, seconds=10.0):

@@ -119,9 +119,10 @@ class DeltaQueue(Generic[T]):
     def put(self, item: T) -> None:
         """Add an item, from any thread."""
         self._items.append(item)
-        # A loop that is closed has no readers left.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._ready.set)
+        # `take` clears the event before it looks for items. A loop that is closed has no readers left.
+        if not self._ready.is_set():
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._ready.set)
 
     async def take(self, patience: float) -> list[T]:
         """Return all items put since the last call; wait up to `patience` seconds for the first."""
