@@ -18,10 +18,10 @@ def address():
         talker.model(max_position_embeddings=1024), "lookup", tokenizer=talker.tokenizer(), max_rows=4,
         prefix_bytes=2**24,
     )  # fmt: skip
-    service = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
-    service.start()
-    assert service.wait_ready(60)
-    with loaded, fakes.served(service) as address:
+    worker = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
+    worker.start()
+    assert worker.wait_ready(60)
+    with loaded, fakes.served(worker) as address:
         yield address
 
 

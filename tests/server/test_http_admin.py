@@ -13,17 +13,17 @@ from ddtree.server.handle import DeltaQueue, TokenDelta
 
 
 @pytest.fixture(scope="module")
-def service():
+def worker():
     return fakes.FakeWorker()
 
 
 @pytest.fixture(scope="module")
-def client(service):
-    with fakes.served(service) as address, httpx.Client(base_url=address) as client:
+def client(worker):
+    with fakes.served(worker) as address, httpx.Client(base_url=address) as client:
         yield client
 
 
-def test_models_version_and_health(client, service):
+def test_models_version_and_health(client, worker):
     (card,) = client.get("/v1/models").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 512)
     assert client.get("/v1/models/fake").json() == card
@@ -31,10 +31,10 @@ def test_models_version_and_health(client, service):
     assert [client.get(path).status_code for path in ("/health", "/health/live", "/health/ready")] == [
         200
     ] * 3
-    service.health = {**service.health, "ready": False, "status": "starting"}
+    worker.health = {**worker.health, "ready": False, "status": "starting"}
     assert client.get("/health/live").status_code == 200
     assert client.get("/health/ready").status_code == 503
-    service.health = {**service.health, "ready": True, "status": "ready"}
+    worker.health = {**worker.health, "ready": True, "status": "ready"}
 
 
 def test_metrics_are_prometheus_text(client):
@@ -61,33 +61,33 @@ def test_tokens_of_texts_and_chats_and_back(client):
     assert client.post("/tokenize", json={**chat, "prompt": "x"}).status_code == 400
 
 
-def test_drafting_is_told_and_changed_field_by_field(client, service):
+def test_drafting_is_told_and_changed_field_by_field(client, worker):
     before = client.get("/api/drafting").json()
     assert before == {"method": "auto", "depth": 16, "budget": "auto", "drafter": None}
     changed = client.post("/api/drafting", json={"depth": 3, "budget": 8, "drafter": "lookup"}).json()
     assert changed == {"method": "auto", "depth": 3, "budget": 8, "drafter": "lookup"}
-    assert service.drafting.as_dict() == changed
+    assert worker.drafting.as_dict() == changed
     assert client.post("/api/drafting", json={"drafter": None}).json()["drafter"] is None
     for bad in ({"depth": 17}, {"method": "fast"}, {"dept": 3}, {"drafter": "other"}, {"budget": -1}):
         response = client.post("/api/drafting", json=bad)
         assert response.status_code == 400 and response.json()["error"]["message"]
-    assert service.drafting.depth == 3
+    assert worker.drafting.depth == 3
 
 
-def test_state_and_events(client, service):
+def test_state_and_events(client, worker):
     assert client.get("/api/state").json() == {"model": "fake", "rows": 0}
     found = []
     with client.stream("GET", "/api/events") as response:
-        fakes.eventually(lambda: service.book._watchers)
+        fakes.eventually(lambda: worker.book._watchers)
         for number in range(3):
-            service.book._watchers[0]({"t": number})
+            worker.book._watchers[0]({"t": number})
         for line in response.iter_lines():
             found.append(line)
             if len([one for one in found if one == "event: state"]) == 2:
                 break
     rounds = [json.loads(found[i + 1][6:]) for i, line in enumerate(found) if line == "event: round"]
     assert rounds == [{"t": 0}, {"t": 1}, {"t": 2}]
-    fakes.eventually(lambda: not service.book._watchers)
+    fakes.eventually(lambda: not worker.book._watchers)
 
 
 def test_open_streams_of_events_do_not_keep_a_server_alive():

@@ -18,7 +18,7 @@ BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 
 
 @pytest.fixture
-def service():
+def worker():
     return fakes.FakeWorker(max_connections=3)
 
 
@@ -44,8 +44,8 @@ def error(answer):
     return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
 
 
-def test_one_connection_too_many_is_told_so_and_closed(service):
-    with fakes.served(service) as address:
+def test_one_connection_too_many_is_told_so_and_closed(worker):
+    with fakes.served(worker) as address:
         with connected(address), connected(address), connected(address), connected(address) as last:
             answer = everything(last)
             assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1\r\n" in answer.lower()
@@ -58,8 +58,8 @@ def _status(address):
         return client.get(address + "/health").status_code
 
 
-def test_a_body_that_has_not_come_whole_does_not_hold_up_the_end(service):
-    with ExitStack() as open_still, fakes.running(service, grace=60.0) as (server, _, address):
+def test_a_body_that_has_not_come_whole_does_not_hold_up_the_end(worker):
+    with ExitStack() as open_still, fakes.running(worker, grace=60.0) as (server, _, address):
         connection = open_still.enter_context(connected(address))
         connection.sendall(HEAD + b"Content-Length: 500\r\n\r\n{")
         fakes.eventually(lambda: server.server_state.tasks)
@@ -67,41 +67,41 @@ def test_a_body_that_has_not_come_whole_does_not_hold_up_the_end(service):
     assert time.monotonic() - began < 10
 
 
-def test_a_reader_that_takes_nothing_does_not_hold_up_the_end(service, monkeypatch, caplog):
+def test_a_reader_that_takes_nothing_does_not_hold_up_the_end(worker, monkeypatch, caplog):
     monkeypatch.setattr(runner, "_LINGER", 0.2)
-    service.script = lambda handle, index: [TokenDelta("a" * 10_000, [1], [0])] * 1000
+    worker.script = lambda handle, index: [TokenDelta("a" * 10_000, [1], [0])] * 1000
     body = json.dumps({**json.loads(BODY), "stream": True}).encode()
-    with ExitStack() as open_still, fakes.running(service, grace=0.2) as (server, _, address):
+    with ExitStack() as open_still, fakes.running(worker, grace=0.2) as (server, _, address):
         connection = open_still.enter_context(connected(address))
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         fakes.eventually(lambda: any(one.flow.write_paused for one in server.server_state.connections))
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
 
 
-def test_another_protocol_is_neither_spoken_nor_advised(service, caplog):
+def test_another_protocol_is_neither_spoken_nor_advised(worker, caplog):
     asked = {"Connection": "Upgrade", "Upgrade": "websocket"}
-    with fakes.served(service) as address, httpx.Client() as client:
+    with fakes.served(worker) as address, httpx.Client() as client:
         assert client.get(address + "/health", headers=asked).status_code == 200
     assert not caplog.records
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost:"])
-def test_a_head_that_does_not_come_ends_the_connection(service, monkeypatch, sent):
+def test_a_head_that_does_not_come_ends_the_connection(worker, monkeypatch, sent):
     monkeypatch.setattr(security, "HEAD_PATIENCE", 0.2)
-    with fakes.served(service) as address, connected(address) as connection:
+    with fakes.served(worker) as address, connected(address) as connection:
         connection.sendall(sent)
         assert everything(connection) == b""
 
 
-def test_every_head_is_waited_for_as_the_first_and_an_answer_takes_its_time(service, monkeypatch):
+def test_every_head_is_waited_for_as_the_first_and_an_answer_takes_its_time(worker, monkeypatch):
     monkeypatch.setattr(security, "HEAD_PATIENCE", 0.2)
 
     def slowly(handle, index):
         time.sleep(0.4)
         yield from fakes.said("late")
 
-    service.script = slowly
-    with fakes.served(service) as address, connected(address) as connection:
+    worker.script = slowly
+    with fakes.served(worker) as address, connected(address) as connection:
         for _ in range(2):
             connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
             answer = b""
@@ -115,10 +115,10 @@ def test_every_head_is_waited_for_as_the_first_and_an_answer_takes_its_time(serv
 
 
 @pytest.mark.parametrize(("patience", "whole"), [(0.2, 60.0), (60.0, 0.3)])
-def test_a_body_that_does_not_come_in_time_is_given_up(service, monkeypatch, patience, whole):
+def test_a_body_that_does_not_come_in_time_is_given_up(worker, monkeypatch, patience, whole):
     monkeypatch.setattr(security, "BODY_PATIENCE", patience)
     monkeypatch.setattr(security, "BODY_TIME", whole)
-    with fakes.served(service) as address, connected(address) as connection:
+    with fakes.served(worker) as address, connected(address) as connection:
         connection.sendall(HEAD + b"Content-Length: 500\r\n\r\n")
         if patience > 1:
             for byte in BODY[:8]:
@@ -126,4 +126,4 @@ def test_a_body_that_does_not_come_in_time_is_given_up(service, monkeypatch, pat
                 time.sleep(0.05)
         answer = everything(connection)
         assert answer.startswith(b"HTTP/1.1 408 ") and error(answer)["code"] == "request_timeout"
-        assert not service.asked
+        assert not worker.asked

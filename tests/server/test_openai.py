@@ -23,19 +23,19 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def service():
+def worker():
     loaded = ddtree.load(talker.model(), tokenizer=talker.tokenizer(), max_rows=4, prefix_bytes=2**24)
-    service = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
-    service.start()
-    assert service.wait_ready(60)
+    worker = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
+    worker.start()
+    assert worker.wait_ready(60)
     with loaded:
-        yield service
-        service.shutdown(0)
+        yield worker
+        worker.shutdown(0)
 
 
 @pytest.fixture(scope="module")
-def address(service):
-    with fakes.served(service) as address:
+def address(worker):
+    with fakes.served(worker) as address:
         yield address + "/v1"
 
 
@@ -260,8 +260,8 @@ def test_drafting_changes_no_text_and_is_what_was_asked_for(client, model):
         assert timings["predicted_n"] == found.usage.completion_tokens
 
 
-def test_sampling_follows_the_models_own_config_unless_told_otherwise(service, model, client):
-    assert service.model.target.model.generation_config.temperature is None
+def test_sampling_follows_the_models_own_config_unless_told_otherwise(worker, model, client):
+    assert worker.model.target.model.generation_config.temperature is None
     sampled = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=3, max_tokens=24)
     assert sampled.choices[0].message.content == answer(model, temperature=1.0, seed=3).text
 
@@ -283,7 +283,7 @@ def test_errors_are_the_clients_own(client, address):
     assert caught.value.param == "prompt"
 
 
-def test_a_full_queue_is_a_rate_limit(client, service):
+def test_a_full_queue_is_a_rate_limit(client, worker):
     """4 rows and 16 places: of 8 requests for 8 choices, some do not fit."""
     errors, texts = [], []
 
@@ -303,13 +303,13 @@ def test_a_full_queue_is_a_rate_limit(client, service):
     assert len(texts) == 8 * (8 - len(errors)) and len(set(texts)) == 1
 
 
-def test_a_stream_that_is_closed_frees_its_row(client, service):
+def test_a_stream_that_is_closed_frees_its_row(client, worker):
     stream = client.chat.completions.create(
         messages=MESSAGES, stream=True, extra_body={"ignore_eos": True}, **{**GREEDY, "max_tokens": 450}
     )
     next(iter(stream))
     stream.close()
-    fakes.eventually(lambda: service.state()["rows"] == 0)
+    fakes.eventually(lambda: worker.state()["rows"] == 0)
 
 
 def test_streams_side_by_side_are_those_alone(address, model):

@@ -35,9 +35,9 @@ def traffic(module, address, expected="hello"):
     return module.Traffic(address, None, [case], ["lookup"], 512, random.Random(0), deadline=5.0)
 
 
-def press(module, service, acts, expected="hello", seconds=0.5):
-    """Some acts alone on a service; gives the traffic."""
-    with fakes.served(service) as address:
+def press(module, worker, acts, expected="hello", seconds=0.5):
+    """Some acts alone on a worker; gives the traffic."""
+    with fakes.served(worker) as address:
         made = traffic(module, address, expected)
         made._acts = {getattr(made, f"_{name}"): 1 for name in acts}
         asyncio.run(made.run(2, seconds))
@@ -70,44 +70,41 @@ def test_answers_as_expected_pass_and_others_do_not(scripts):
 
 
 def test_an_answer_that_breaks_off_is_wrong(scripts):
-    service = fakes.FakeWorker()
-    service.script = lambda asked, index: [
-        *fakes.said("hel")[:-1],
-        fakes.TokenDelta(error=ValueError("x")),
-    ]
-    assert "500" in press(scripts[1], service, ["whole"]).wrongs[0]
-    assert "an error in a stream" in press(scripts[1], service, ["stream"]).wrongs[0]
+    worker = fakes.FakeWorker()
+    worker.script = lambda handle, index: [*fakes.said("hel")[:-1], fakes.TokenDelta(error=ValueError("x"))]
+    assert "500" in press(scripts[1], worker, ["whole"]).wrongs[0]
+    assert "an error in a stream" in press(scripts[1], worker, ["stream"]).wrongs[0]
 
 
 def test_an_answer_that_never_comes_is_lost(scripts, monkeypatch):
-    service = fakes.FakeWorker()
-    service.script = lambda asked, index: []
+    worker = fakes.FakeWorker()
+    worker.script = lambda handle, index: []
     monkeypatch.setattr(scripts[1].asyncio, "timeout", lambda _, real=asyncio.timeout: real(0.2))
-    assert scripts[1].TOOK in press(scripts[1], service, ["whole"], seconds=0.1).wrongs[0]
+    assert scripts[1].TOOK in press(scripts[1], worker, ["whole"], seconds=0.1).wrongs[0]
 
 
 def test_a_full_queue_is_waited_for(scripts):
-    service = fakes.FakeWorker()
-    service.refusal = BusyError("full", 0)
-    real = service.submit
+    worker = fakes.FakeWorker()
+    worker.refusal = BusyError("full", 0)
+    real = worker.submit
 
     def later(requests, queue):
         try:
             return real(requests, queue)
         finally:
-            service.refusal = None
+            worker.refusal = None
 
-    service.submit = later
-    made = press(scripts[1], service, ["whole"])
+    worker.submit = later
+    made = press(scripts[1], worker, ["whole"])
     assert not made.wrongs and made.counts["told to wait"] == 1
 
 
 def test_all_nonsense_is_refused_by_a_real_server(scripts):
     loaded = ddtree.load(talker.model(), "lookup", tokenizer=talker.tokenizer())
-    service = EngineThread(loaded, name="tiny")
-    service.start()
-    assert service.wait_ready(60)
-    with loaded, fakes.served(service) as address, httpx.Client(base_url=address, timeout=60) as client:
+    worker = EngineThread(loaded, name="tiny")
+    worker.start()
+    assert worker.wait_ready(60)
+    with loaded, fakes.served(worker) as address, httpx.Client(base_url=address, timeout=60) as client:
         for method, path, content in scripts[1].nonsense(loaded.target.max_context):
             reply = client.request(
                 method, path, content=content, headers={"Content-Type": "application/json"}

@@ -13,13 +13,7 @@ import talker
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
 from ddtree.sampling.params import SamplingParams
 from ddtree.server.config import DraftSettings, ServerLimits
-from ddtree.server.handle import (
-    BusyError,
-    ClosingError,
-    EngineError,
-    GenerationRequest,
-    TimeoutReached,
-)
+from ddtree.server.handle import BusyError, ClosingError, EngineError, GenerationRequest, TimeoutReached
 from ddtree.server.worker import EngineThread
 
 PATIENCE = 60
@@ -57,7 +51,7 @@ def make(drafter="lookup", max_rows=4, **options):
 
 
 @pytest.fixture
-def service():
+def worker():
     made = make()
     made.start()
     yield made
@@ -66,19 +60,19 @@ def service():
     made.model.close()
 
 
-def nothing_is_left(service):
-    engine = service.model.engine
-    assert engine.idle and engine._cache.rows == 0 and not service._handles and service._open == 0
-    assert service.state()["kv"]["used"] == 0
+def nothing_is_left(worker):
+    engine = worker.model.engine
+    assert engine.idle and engine._cache.rows == 0 and not worker._handles and worker._open == 0
+    assert worker.state()["kv"]["used"] == 0
     if engine.drafter is not None:
         assert not engine.drafter._rows
 
 
-def ask(service, prompt="to be or not to be", reader=None, drafting=None, text=True, **params):
+def ask(worker, prompt="to be or not to be", reader=None, drafting=None, text=True, **params):
     reader = reader or Reader()
     params = SamplingParams(**{"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, **params})
-    request = GenerationRequest(service.model.encode(prompt), params, drafting, text)
-    (reader.handle,) = service.submit([request], reader)
+    request = GenerationRequest(worker.model.encode(prompt), params, drafting, text)
+    (reader.handle,) = worker.submit([request], reader)
     return reader
 
 
@@ -95,13 +89,13 @@ def alone(prompt, **params):
 
 
 def test_eight_at_once_are_each_as_alone():
-    service = make(max_rows=8)
-    service.start()
+    worker = make(max_rows=8)
+    worker.start()
     prompts = ["ab" * length for length in range(1, 9)]
     settings = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}]
     drafting = [{"method": method} for method in ("off", "chain", "tree", "auto")]
     readers = [
-        ask(service, prompt, drafting=drafting[at % 4], **settings[at % 2])
+        ask(worker, prompt, drafting=drafting[at % 4], **settings[at % 2])
         for at, prompt in enumerate(prompts)
     ]
     for at, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
@@ -109,20 +103,20 @@ def test_eight_at_once_are_each_as_alone():
         assert reader.tokens == result.token_ids == expected.token_ids
         assert reader.text == result.text == expected.text
         assert sum(len(event.origins) for event in reader.events) == len(reader.tokens)
-    service.shutdown(0)
-    nothing_is_left(service)
+    worker.shutdown(0)
+    nothing_is_left(worker)
 
 
-def test_the_first_answer_is_drafted_for_automatically(service):
-    result = ask(service).wait().result
-    assert result.stats.method == "auto" and service.model.engine.policy is not None
-    assert service.wait_ready(PATIENCE) and service.health == {
+def test_the_first_answer_is_drafted_for_automatically(worker):
+    result = ask(worker).wait().result
+    assert result.stats.method == "auto" and worker.model.engine.policy is not None
+    assert worker.wait_ready(PATIENCE) and worker.health == {
         "live": True, "ready": True, "status": "ready", "error": None,
     }  # fmt: skip
 
 
-def test_origins_tell_accepted_depths_from_bonus_tokens(service):
-    reader = ask(service, "abcabcabc", drafting={"method": "tree", "budget": 8}, max_tokens=60)
+def test_origins_tell_accepted_depths_from_bonus_tokens(worker):
+    reader = ask(worker, "abcabcabc", drafting={"method": "tree", "budget": 8}, max_tokens=60)
     reader.wait()
     origins = [origin for event in reader.events for origin in event.origins]
     accepted = reader.events[-1].result.stats.accepted
@@ -130,20 +124,20 @@ def test_origins_tell_accepted_depths_from_bonus_tokens(service):
     assert origins[0] == 0 and max(origins) == max(accepted) > 0
 
 
-def test_logprobs_come_with_their_tokens(service):
-    reader = ask(service, logprobs=2)
+def test_logprobs_come_with_their_tokens(worker):
+    reader = ask(worker, logprobs=2)
     result = reader.wait().result
     assert [one.token for event in reader.events for one in event.logprobs] == result.token_ids
 
 
-def test_without_text_tokens_come_alone(service):
-    reader = ask(service, text=False)
+def test_without_text_tokens_come_alone(worker):
+    reader = ask(worker, text=False)
     assert reader.wait().result.text == "" == reader.text and len(reader.tokens) == 30
     with pytest.raises(ConfigError, match="stop strings"):
-        ask(service, text=False, stop="x")
+        ask(worker, text=False, stop="x")
 
 
-def test_what_cannot_work_is_refused_at_once(service):
+def test_what_cannot_work_is_refused_at_once(worker):
     params = SamplingParams()
     for prompt, drafting, error in (
         ([], None, PromptError),
@@ -154,80 +148,80 @@ def test_what_cannot_work_is_refused_at_once(service):
         ([5], {"drafter": "absent"}, ConfigError),
     ):
         with pytest.raises(error):
-            service.submit([GenerationRequest(prompt, params, drafting)], Reader())
+            worker.submit([GenerationRequest(prompt, params, drafting)], Reader())
     with pytest.raises(ConfigError, match="logit_bias"):
-        service.submit([GenerationRequest([5], SamplingParams(logit_bias={9999: 1}))], Reader())
+        worker.submit([GenerationRequest([5], SamplingParams(logit_bias={9999: 1}))], Reader())
 
 
-def test_a_cancelled_answer_frees_its_row_within_a_round(service):
+def test_a_cancelled_answer_frees_its_row_within_a_round(worker):
     whole = alone("to be or not to be", max_tokens=400).token_ids
-    stays = ask(service, max_tokens=300)
-    reader = ask(service, max_tokens=400)
+    stays = ask(worker, max_tokens=300)
+    reader = ask(worker, max_tokens=400)
     assert reader.begun.wait(PATIENCE)
-    service.cancel(reader.handle)
+    worker.cancel(reader.handle)
     last = reader.wait()
-    assert len(service.model.engine.running) <= 1
+    assert len(worker.model.engine.running) <= 1
     assert last.result.finish_reason == "cancelled"
     assert reader.tokens == last.result.token_ids == whole[: len(reader.tokens)]
     assert stays.wait().result.finish_reason == "length"
-    service.cancel(reader.handle)
+    worker.cancel(reader.handle)
 
 
 def test_a_full_queue_refuses_and_takes_more_when_there_is_room():
-    service = make(max_rows=1, limits=ServerLimits(max_waiting=2))
-    service.start()
-    readers = [ask(service, max_tokens=200) for _ in range(3)]
+    worker = make(max_rows=1, limits=ServerLimits(max_waiting=2))
+    worker.start()
+    readers = [ask(worker, max_tokens=200) for _ in range(3)]
     with pytest.raises(BusyError) as refused:
-        ask(service)
+        ask(worker)
     assert refused.value.retry_after >= 1
-    service.cancel(readers[0].handle)
+    worker.cancel(readers[0].handle)
     readers[0].wait()
-    eventually(lambda: service._open < 3)
-    readers.append(ask(service, max_tokens=3))
+    eventually(lambda: worker._open < 3)
+    readers.append(ask(worker, max_tokens=3))
     assert [reader.wait().result.finish_reason for reader in readers] == ["cancelled", *3 * ["length"]]
-    service.shutdown(0)
-    nothing_is_left(service)
+    worker.shutdown(0)
+    nothing_is_left(worker)
 
 
 def test_several_answers_are_admitted_together_or_not_at_all():
-    service = make(max_rows=1, limits=ServerLimits(max_waiting=2))
-    service.start()
+    worker = make(max_rows=1, limits=ServerLimits(max_waiting=2))
+    worker.start()
     params = SamplingParams(max_tokens=3, temperature=0.0)
     reader, good, bad = Reader(), GenerationRequest([5], params), GenerationRequest([], params)
     with pytest.raises(BusyError):
-        service.submit([good] * 4, reader)
+        worker.submit([good] * 4, reader)
     with pytest.raises(PromptError):
-        service.submit([good, bad], reader)
-    service.submit([good] * 3, reader)
+        worker.submit([good, bad], reader)
+    worker.submit([good] * 3, reader)
     eventually(lambda: sum(delta.last for delta in reader.events) == 3)
-    eventually(lambda: service._open == 0)
-    service.shutdown(0)
+    eventually(lambda: worker._open == 0)
+    worker.shutdown(0)
 
 
-def test_shutdown_finishes_what_runs_and_refuses_what_comes(service):
-    readers = [ask(service, max_tokens=40) for _ in range(6)]
-    service.shutdown(PATIENCE)
+def test_shutdown_finishes_what_runs_and_refuses_what_comes(worker):
+    readers = [ask(worker, max_tokens=40) for _ in range(6)]
+    worker.shutdown(PATIENCE)
     assert [reader.wait().result.finish_reason for reader in readers] == ["length"] * 6
     with pytest.raises(ClosingError):
-        ask(service)
-    assert service.health["status"] == "stopped" and not service.health["live"]
+        ask(worker)
+    assert worker.health["status"] == "stopped" and not worker.health["live"]
 
 
-def test_shutdown_ends_what_takes_too_long(service):
-    reader = ask(service, max_tokens=450)
+def test_shutdown_ends_what_takes_too_long(worker):
+    reader = ask(worker, max_tokens=450)
     assert reader.begun.wait(PATIENCE)
-    service.shutdown(0)
+    worker.shutdown(0)
     last = reader.wait()
     assert isinstance(last.error, ClosingError) and last.result is None
 
 
 def test_an_answer_may_take_only_so_long():
-    service = make(limits=ServerLimits(request_timeout=0.05))
-    service.start()
-    slow = ask(service, max_tokens=450, processors=[slowly])
+    worker = make(limits=ServerLimits(request_timeout=0.05))
+    worker.start()
+    slow = ask(worker, max_tokens=450, processors=[slowly])
     assert isinstance(slow.wait().error, TimeoutReached)
-    service.shutdown(0)
-    nothing_is_left(service)
+    worker.shutdown(0)
+    nothing_is_left(worker)
 
 
 def slowly(prefix, logits):
@@ -236,14 +230,14 @@ def slowly(prefix, logits):
 
 
 def test_drafting_changes_live_where_a_request_does_not_fix_it():
-    service = make(drafting=DraftSettings(method="off"))
-    service.start()
-    free = ask(service, max_tokens=300)
-    fixed = ask(service, max_tokens=300, drafting={"method": "off"})
-    partly = ask(service, max_tokens=300, drafting={"depth": 1})
+    worker = make(drafting=DraftSettings(method="off"))
+    worker.start()
+    free = ask(worker, max_tokens=300)
+    fixed = ask(worker, max_tokens=300, drafting={"method": "off"})
+    partly = ask(worker, max_tokens=300, drafting={"depth": 1})
     for reader in (free, fixed, partly):
         assert reader.begun.wait(PATIENCE)
-    service.set_drafting(DraftSettings(method="tree", budget=8))
+    worker.set_drafting(DraftSettings(method="tree", budget=8))
     results = [reader.wait().result for reader in (free, fixed, partly)]
     text = alone("to be or not to be", max_tokens=300).token_ids
     assert all(result.token_ids == text for result in results)
@@ -251,30 +245,30 @@ def test_drafting_changes_live_where_a_request_does_not_fix_it():
     assert arms[0]["off"] and arms[0]["tree@lookup"]
     assert set(arms[1]) == {"off"}
     assert arms[2]["tree@lookup"] and max(results[2].stats.accepted) <= 1 < max(results[0].stats.accepted)
-    service.shutdown(0)
+    worker.shutdown(0)
 
 
 def test_one_of_several_drafters_can_be_named(tmp_path):
     drafters = ["lookup", f"draft:{talker.save(tmp_path)}"]
     model = ddtree.load(talker.model(), drafters, tokenizer=talker.tokenizer())
-    service = EngineThread(model, name="tiny", drafting=DraftSettings(method="tree", budget=4))
+    worker = EngineThread(model, name="tiny", drafting=DraftSettings(method="tree", budget=4))
     with pytest.raises(ConfigError, match="not loaded"):
-        service.set_drafting(DraftSettings(drafter="absent"))
-    service.start()
+        worker.set_drafting(DraftSettings(drafter="absent"))
+    worker.start()
     names = model.engine.members
-    one = ask(service, drafting={"drafter": names[1]}).wait().result
+    one = ask(worker, drafting={"drafter": names[1]}).wait().result
     assert set(one.stats.arms) == {f"tree@{names[1]}"}
-    both = ask(service).wait().result
+    both = ask(worker).wait().result
     assert set(both.stats.arms) == {f"tree@{names[0]}+{names[1]}"}
     assert one.token_ids == both.token_ids
-    service.shutdown(0)
+    worker.shutdown(0)
 
 
-def test_a_failing_reader_ends_its_answer_alone(service):
-    ask(service, reader=Failing())
-    other = ask(service)
+def test_a_failing_reader_ends_its_answer_alone(worker):
+    ask(worker, reader=Failing())
+    other = ask(worker)
     assert other.wait().result.finish_reason == "length"
-    eventually(lambda: service._open == 0)
+    eventually(lambda: worker._open == 0)
 
 
 class Failing(Reader):
@@ -282,49 +276,49 @@ class Failing(Reader):
         raise RuntimeError("no reader")
 
 
-def test_a_failing_processor_ends_its_answer_alone(service):
+def test_a_failing_processor_ends_its_answer_alone(worker):
     def fail(prefix, logits):
         if len(prefix) > 25:
             raise ZeroDivisionError("mine")
         return logits
 
-    readers = ask(service, processors=[fail]), ask(service)
+    readers = ask(worker, processors=[fail]), ask(worker)
     assert isinstance(readers[0].wait().error, ZeroDivisionError)
     assert readers[1].wait().result.token_ids == alone("to be or not to be").token_ids
 
 
-def test_a_failing_watcher_spoils_no_answer(service):
+def test_a_failing_watcher_spoils_no_answer(worker):
     def fail(report):
         raise RuntimeError("no watcher")
 
     reports = []
-    service.book.watch(fail)
-    stop = service.book.watch(reports.append)
-    ask(service, drafting={"method": "tree", "budget": 4}, max_tokens=80).wait()
-    assert reports and fail not in service.book._watchers
+    worker.book.watch(fail)
+    stop = worker.book.watch(reports.append)
+    ask(worker, drafting={"method": "tree", "budget": 4}, max_tokens=80).wait()
+    assert reports and fail not in worker.book._watchers
     stop()
     told = len(reports)
-    ask(service).wait()
+    ask(worker).wait()
     assert len(reports) == told
 
 
-def test_an_engine_error_ends_all_answers_and_the_next_are_made(service, monkeypatch):
-    service.wait_ready(PATIENCE)
-    target = service.model.target
+def test_an_engine_error_ends_all_answers_and_the_next_are_made(worker, monkeypatch):
+    worker.wait_ready(PATIENCE)
+    target = worker.model.target
     whole = target.verify
-    readers = [ask(service, max_tokens=400) for _ in range(6)]
+    readers = [ask(worker, max_tokens=400) for _ in range(6)]
     assert readers[0].begun.wait(PATIENCE)
     monkeypatch.setattr(target, "verify", broken(RuntimeError("device lost")))
     for reader in readers:
         last = reader.wait()
         assert isinstance(last.error, EngineError) and "device lost" in str(last.error)
-    assert "device lost" in service.health["error"] and service.health["ready"]
+    assert "device lost" in worker.health["error"] and worker.health["ready"]
     for _ in range(2):
-        assert ask(service).wait().error is not None
-    assert service.health["status"] == "failing" and not service.health["ready"]
+        assert ask(worker).wait().error is not None
+    assert worker.health["status"] == "failing" and not worker.health["ready"]
     monkeypatch.setattr(target, "verify", whole)
-    assert ask(service).wait().result.token_ids == alone("to be or not to be").token_ids
-    assert service.health == {"live": True, "ready": True, "status": "ready", "error": None}
+    assert ask(worker).wait().result.token_ids == alone("to be or not to be").token_ids
+    assert worker.health == {"live": True, "ready": True, "status": "ready", "error": None}
 
 
 def broken(error):
@@ -334,75 +328,75 @@ def broken(error):
     return fail
 
 
-def test_want_of_memory_is_told_as_such(service, monkeypatch):
-    service.wait_ready(PATIENCE)
-    monkeypatch.setattr(service.model.target, "verify", broken(torch.OutOfMemoryError("full")))
-    assert isinstance(ask(service).wait().error, CacheMemoryError)
+def test_want_of_memory_is_told_as_such(worker, monkeypatch):
+    worker.wait_ready(PATIENCE)
+    monkeypatch.setattr(worker.model.target, "verify", broken(torch.OutOfMemoryError("full")))
+    assert isinstance(ask(worker).wait().error, CacheMemoryError)
 
 
-def test_a_row_that_cannot_be_freed_costs_the_engine_and_not_the_service(service, monkeypatch):
-    service.wait_ready(PATIENCE)
-    first = service.model.engine
+def test_a_row_that_cannot_be_freed_costs_the_engine_and_not_the_worker(worker, monkeypatch):
+    worker.wait_ready(PATIENCE)
+    first = worker.model.engine
     monkeypatch.setattr(first._cache, "drop_row", broken(RuntimeError("stuck")))
-    readers = [ask(service, max_tokens=5), ask(service, max_tokens=400)]
+    readers = [ask(worker, max_tokens=5), ask(worker, max_tokens=400)]
     assert isinstance(readers[1].wait().error, EngineError)
     readers[0].wait()
-    result = ask(service, drafting={"method": "tree", "budget": 4}).wait().result
-    assert service.model.engine is not first and "tree@lookup" in result.stats.arms
+    result = ask(worker, drafting={"method": "tree", "budget": 4}).wait().result
+    assert worker.model.engine is not first and "tree@lookup" in result.stats.arms
     assert result.token_ids == alone("to be or not to be").token_ids
 
 
 def test_a_drafter_whose_rows_cannot_be_freed_is_given_up(monkeypatch):
-    service = make(drafting=DraftSettings(drafter="lookup"))
-    service.start()
-    service.wait_ready(PATIENCE)
-    monkeypatch.setattr(service.model.engine.drafter, "drop_row", broken(RuntimeError("stuck")))
-    assert ask(service, max_tokens=5).wait().last
-    eventually(lambda: service.model.engine.drafter is None)
-    assert set(ask(service).wait().result.stats.arms) == {"off"}
-    service.shutdown(0)
+    worker = make(drafting=DraftSettings(drafter="lookup"))
+    worker.start()
+    worker.wait_ready(PATIENCE)
+    monkeypatch.setattr(worker.model.engine.drafter, "drop_row", broken(RuntimeError("stuck")))
+    assert ask(worker, max_tokens=5).wait().last
+    eventually(lambda: worker.model.engine.drafter is None)
+    assert set(ask(worker).wait().result.stats.arms) == {"off"}
+    worker.shutdown(0)
 
 
-def test_a_service_that_cannot_go_on_says_so_and_leaves_nobody_waiting(monkeypatch):
-    service = make()
-    service.start()
-    service.wait_ready(PATIENCE)
-    monkeypatch.setattr(service.model.engine._cache, "drop_row", broken(RuntimeError("stuck")))
-    monkeypatch.setattr(service.model, "renew", broken(RuntimeError("no more")))
+def test_a_worker_that_cannot_go_on_says_so_and_leaves_nobody_waiting(monkeypatch):
+    worker = make()
+    worker.start()
+    worker.wait_ready(PATIENCE)
+    monkeypatch.setattr(worker.model.engine._cache, "drop_row", broken(RuntimeError("stuck")))
+    monkeypatch.setattr(worker.model, "renew", broken(RuntimeError("no more")))
     reader, request = Reader(), GenerationRequest([5, 6], SamplingParams(max_tokens=9, seed=1))
-    service.submit([request] * 6, reader)
+    worker.submit([request] * 6, reader)
     eventually(lambda: sum(isinstance(delta.error, ClosingError) for delta in reader.events) == 6)
-    eventually(lambda: not service.health["live"])
-    assert service.health["status"] == "failed" and "no more" in service.health["error"]
+    eventually(lambda: not worker.health["live"])
+    assert worker.health["status"] == "failed" and "no more" in worker.health["error"]
     with pytest.raises(ClosingError, match="no more"):
-        ask(service)
-    service.shutdown(0)
+        ask(worker)
+    worker.shutdown(0)
 
 
-def test_nothing_runs_while_there_is_nothing_to_do(service):
-    ask(service).wait()
-    eventually(lambda: service._open == 0)
+def test_nothing_runs_while_there_is_nothing_to_do(worker):
+    ask(worker).wait()
+    eventually(lambda: worker._open == 0)
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.1
 
 
-def test_memory_of_the_last_answer_is_no_longer_told_once_it_is_cancelled(service):
-    reader = ask(service, max_tokens=400, ignore_eos=True)
-    assert reader.begun.wait(PATIENCE) and service.state()["kv"]["used"] > 0
-    service.cancel(reader.handle)
+def test_memory_of_the_last_answer_is_no_longer_told_once_it_is_cancelled(worker):
+    reader = ask(worker, max_tokens=400, ignore_eos=True)
+    assert reader.begun.wait(PATIENCE) and worker.state()["kv"]["used"] > 0
+    worker.cancel(reader.handle)
     assert reader.wait().result.finish_reason == "cancelled"
-    assert service.state()["kv"]["used"] == 0
+    assert worker.state()["kv"]["used"] == 0
 
 
-def test_random_submissions_and_cancels_leave_no_row_behind(service):
+def test_random_submissions_and_cancels_leave_no_row_behind(worker):
     rng = random.Random(0)
     readers = []
     for turn in range(200):
         try:
             readers.append(
                 ask(
-                    service,
+                    worker,
                     "ab" * rng.randint(1, 30),
                     drafting={"method": rng.choice(["off", "chain", "tree", "auto"])},
                     max_tokens=rng.randint(1, 12),
@@ -411,23 +405,23 @@ def test_random_submissions_and_cancels_leave_no_row_behind(service):
         except BusyError:
             time.sleep(0.02)
         if readers and rng.random() < 0.4:
-            service.cancel(rng.choice(readers).handle)
+            worker.cancel(rng.choice(readers).handle)
         if turn % 20 == 0:
-            service.set_drafting(DraftSettings(method=rng.choice(["off", "tree", "auto"])))
+            worker.set_drafting(DraftSettings(method=rng.choice(["off", "tree", "auto"])))
     reasons = {reader.wait().result.finish_reason for reader in readers}
     assert reasons == {"length", "cancelled"} and len(readers) > 60
-    eventually(lambda: service._open == 0)
-    nothing_is_left(service)
+    eventually(lambda: worker._open == 0)
+    nothing_is_left(worker)
 
 
-def test_state_and_reports_are_plain_values(service):
+def test_state_and_reports_are_plain_values(worker):
     reports = []
-    service.book.watch(reports.append)
-    ask(service, "abcabcabc", drafting={"budget": 8}, max_tokens=60).wait()
-    ask(service, "abcabcabc", drafting={"method": "tree", "budget": 8}, max_tokens=60).wait()
-    ask(service, "abcabcabc", drafting={"method": "off"}, max_tokens=60).wait()
-    eventually(lambda: service._open == 0)
-    state = json.loads(json.dumps(service.state()))
+    worker.book.watch(reports.append)
+    ask(worker, "abcabcabc", drafting={"budget": 8}, max_tokens=60).wait()
+    ask(worker, "abcabcabc", drafting={"method": "tree", "budget": 8}, max_tokens=60).wait()
+    ask(worker, "abcabcabc", drafting={"method": "off"}, max_tokens=60).wait()
+    eventually(lambda: worker._open == 0)
+    state = json.loads(json.dumps(worker.state()))
     assert (state["model"], state["drafters"], state["rows"], state["waiting"]) == ("tiny", ["lookup"], 0, 0)
     assert state["drafting"] == {"method": "auto", "depth": 16, "budget": "auto", "drafter": None}
     assert state["rolling"]["tau"] >= 1 and state["rolling"]["by_arm"]["tree@lookup"]["rounds"] > 0
