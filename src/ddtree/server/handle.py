@@ -163,14 +163,15 @@ class RequestHandle:
         self.submitted = time.perf_counter()
         self.first: float | None = None
         self.latest = self.submitted
-        self._sent = 0
+        self._begun = False
 
     @property
     def tpot(self) -> float | None:
         """Return the seconds per token after the first; None before the second token."""
-        if self.first is None or self._sent < 2:
+        tokens = self.sequence.output_length
+        if self.first is None or tokens < 2:
             return None
-        return (self.latest - self.first) / (self._sent - 1)
+        return (self.latest - self.first) / (tokens - 1)
 
     def send(self, delta: TokenDelta) -> None:
         """Pass a delta on to the reader."""
@@ -178,18 +179,17 @@ class RequestHandle:
 
     def take_new(self) -> TokenDelta | None:
         """Return what is new since the last call, or None."""
-        sequence, sent, length = self.sequence, self._sent, self.sequence.output_length
-        ended = sequence.finish_reason is not None
-        if length == sent and not ended:
+        sequence = self.sequence
+        new, ended = sequence.take_new(), sequence.finish_reason is not None
+        if not new.tokens and not ended:
             return None
-        self._sent = length
-        start = sequence.prompt_length
+        first, self._begun = not self._begun, True
         return TokenDelta(
-            text="" if sequence.text is None else sequence.text.take(),
-            tokens=sequence.tokens[start + sent : start + length],
-            origins=sequence.origins[sent:length],
-            logprobs=(sequence.logprobs or [])[sent:length],
-            prompt_logprobs=None if sent else sequence.prompt_logprobs,
+            text=new.text,
+            tokens=new.tokens,
+            origins=new.origins,
+            logprobs=new.logprobs or [],
+            prompt_logprobs=sequence.prompt_logprobs if first else None,
             result=Result.of(sequence) if ended and sequence.error is None else None,
             error=sequence.error,
         )
