@@ -28,9 +28,9 @@ def test_models_version_and_health(client, worker):
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 512)
     assert client.get("/v1/models/fake").json() == card
     assert client.get("/version").json() == {"version": ddtree.__version__}
-    assert [client.get(path).status_code for path in ("/health", "/health/live", "/health/ready")] == [
-        200
-    ] * 3
+    for path in ("/health", "/health/live", "/health/ready"):
+        head = client.head(path)
+        assert client.get(path).status_code == head.status_code == 200 and not head.content
     worker.health = {**worker.health, "ready": False, "status": "starting"}
     assert client.get("/health/live").status_code == 200
     assert client.get("/health/ready").status_code == 503
@@ -74,7 +74,8 @@ def test_drafting_is_told_and_changed_field_by_field(client, worker):
     assert worker.drafting.depth == 3
 
 
-def test_state_and_events(client, worker):
+def test_state_and_events(client, worker, monkeypatch):
+    monkeypatch.setattr("ddtree.server.app.STATE_EVERY", 0.05)
     assert client.get("/api/state").json() == {"model": "fake", "rows": 0}
     found = []
     with client.stream("GET", "/api/events") as response:
@@ -90,7 +91,8 @@ def test_state_and_events(client, worker):
     fakes.eventually(lambda: not worker.book._watchers)
 
 
-def test_open_streams_of_events_do_not_keep_a_server_alive():
+def test_open_streams_of_events_do_not_keep_a_server_alive(monkeypatch):
+    monkeypatch.setattr("ddtree.server.app.STATE_EVERY", 0.05)
     client = httpx.Client()
     with fakes.served(fakes.FakeWorker()) as address:
         response = client.send(client.build_request("GET", address + "/api/events"), stream=True)

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 import time
 
 import httpx
@@ -180,22 +179,6 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(address, worker):
             if line.startswith("data: {")
         )
     assert text == piece * count
-
-
-def test_streams_of_many_clients_do_not_mix(address, worker):
-    decode = worker.model.tokenizer.decode
-    worker.script = lambda handle, index: fakes.said("re: " + decode(handle.prompt, skip_special_tokens=True))
-    found = {}
-
-    def ask(word):
-        found[word] = joined(lines(address, messages=[{"role": "user", "content": word}]))
-
-    threads = [threading.Thread(target=ask, args=(f"word {i}",)) for i in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {f"word {i}": f"re: word {i}" for i in range(12)}
 
 
 @pytest.mark.parametrize("char", ["\x85", "\u2028", "\u2029"])

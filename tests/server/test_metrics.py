@@ -72,13 +72,15 @@ def test_load_clients_find_the_lines_they_look_for():
         for place in range(16)
     ]
     assert per_depth == [1, 1, *14 * [0]] and not told
+    # Clients sum lines by a part of their name.
+    assert "_created" not in named.metrics.text().decode()
 
 
 def test_rounds_are_counted():
-    counted = book()
+    counted, other = book(), book()
     counted.add(a_round())
     counted.add(a_round(accepted=(3,), sizes=(4,), arms=(TREE,)))
-    assert value(counted, "ddtree_rounds_total") == 2
+    assert value(counted, "ddtree_rounds_total") == 2 and value(other, "ddtree_rounds_total") == 0
     assert value(counted, "ddtree_draft_nodes_total") == 6
     assert value(counted, "ddtree_accepted_tokens_total") == 5
     depths = [value(counted, "ddtree_accepted_tokens_per_depth_total", depth=str(d)) for d in range(1, 5)]
@@ -142,19 +144,6 @@ def controller(rows, last=3):
     switch = {"round": last, "before": "off", "after": "tree@lookup", "reason": "faster"}
     kind = {"method": "auto", "budget": "auto", "members": ["lookup"], "depth": 16, "sampled": False}
     return {**kind, "rows": rows, "arm": "tree@lookup", "switches": [switch]}
-
-
-def test_nothing_is_said_of_when_series_began():
-    counted = book()
-    counted.add(a_round())
-    counted.metrics.ttft.observe(1.0)
-    assert "_created" not in counted.metrics.text().decode()
-
-
-def test_two_servers_of_a_process_count_apart():
-    one, other = book(), book()
-    one.add(a_round())
-    assert value(other, "ddtree_rounds_total") == 0
 
 
 def test_rolling_figures_are_of_the_last_while():

@@ -114,14 +114,9 @@ def test_all_nonsense_is_refused_by_a_real_server(scripts):
 
 @pytest.mark.parametrize(
     "status, body, words",
-    [
-        (500, {}, "to nonsense"),
-        (200, {}, "to nonsense"),
-        (429, {}, "to nonsense"),
-        (400, {}, "another form"),
-        (400, {"error": "no"}, "another form"),
-    ],
-)
+    [(500, {}, "to nonsense"), (200, {}, "to nonsense"), (429, {}, "to nonsense"), (400, {}, "another form"),
+     (400, {"error": "no"}, "another form")],
+)  # fmt: skip
 def test_other_answers_to_nonsense_are_wrong(scripts, status, body, words):
     with pytest.raises(scripts[1].Wrong, match=words):
         traffic(scripts[1], "")._refusal(httpx.Response(status, json=body), b"{}")
@@ -131,14 +126,8 @@ def test_what_does_not_return_is_told(scripts):
     before = {"rows": 0, "waiting": 0, "kv_bytes": 0, "memory_mb": 400.0, "files": 9, "threads": 5}
     compare = scripts[0].compare
     assert compare(before, {**before, "memory_mb": 450.0, "files": 12}, slack=64.0) == []
-    for name, value in {
-        "rows": 1,
-        "waiting": 2,
-        "kv_bytes": 3,
-        "memory_mb": 500.0,
-        "files": 20,
-        "threads": 11,
-    }.items():
+    worse = {"rows": 1, "waiting": 2, "kv_bytes": 3, "memory_mb": 500.0, "files": 20, "threads": 11}
+    for name, value in worse.items():
         assert len(compare(before, {**before, name: value}, slack=64.0)) == 1, name
     assert scripts[0].engine_errors("x 1\nddtree_engine_errors_total 2.0\n") == ["2.0 rounds broke off"]
     assert scripts[0].engine_errors("ddtree_engine_errors_total 0.0\n") == []

@@ -110,7 +110,7 @@ class Metrics:
         )
         self._latency = histogram("request_latency", "Submission to the last token.", _LONG)
         self._prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self._cached = counter("cached_prompt_tokens", "Tokens of prompts taken from the prefix store.")
+        self._cached = counter("cached_prompt_tokens", "Tokens of prompts taken from the prefix cache.")
         self._generated = counter("generation_tokens", "Tokens of answers.")
         self._requests = counter("requests", "Answers that ended, by why.", "finish_reason")
         self._rounds = counter("rounds", "Rounds of all rows together.")
