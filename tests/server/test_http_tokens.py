@@ -64,7 +64,7 @@ def test_log_probabilities_in_both_forms():
 
 def params(defaults=None, **fields):
     request = ChatRequest(**CHAT, **fields)
-    return sampling_params(request, defaults or {}, talker.tokenizer(), max_tokens=20, logprobs=None)
+    return sampling_params(request, defaults or {}, talker.tokenizer(), max_tokens=20)
 
 
 def test_a_request_goes_before_the_models_config_and_that_before_ours():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -34,50 +33,35 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=http.STREAM_RESPONSES)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat: n choices, whole or as server-sent events."""
-    state = AppState.of(request)
-    check_request(state, body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true")
-    tokenizer = state.worker.model.tokenizer
-    params = schemas.sampling_params(
-        body,
-        state.sampling_defaults,
-        tokenizer,
-        max_tokens=state.worker.limits.max_tokens,
-        logprobs=schemas.check_logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None,
-    )
-    prompt = await state.run_in_thread(lambda: encode_chat(tokenizer, body))
-    return await ChatFormatter(state, body, Choices(state, body, [prompt], params)).respond(request)
+    return await _generate(body, request, [body])
 
 
 @router.post("/v1/completions", responses=http.STREAM_RESPONSES)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several, n times each; choice i * n + j is the j-th of prompt i."""
-    state = AppState.of(request)
-    if not body.prompt:
+    prompt = body.prompt
+    if not prompt:
         message = "prompt is empty: give at least one character"
         raise ApiError(400, message, param="prompt", code="invalid_prompt")
-    several = not isinstance(body.prompt, str) and not isinstance(body.prompt[0], int)
-    texts: list[Any] = list(body.prompt) if several else [body.prompt]
-    check_request(state, body, len(texts))
+    one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    return await _generate(body, request, [prompt] if one else list(prompt))
+
+
+async def _generate(body: GenerationFields, request: Request, sources: list[Any]) -> Response:
+    """Answer a request, whose prompts are made of `sources`: a chat, texts, or lists of token ids."""
+    state = AppState.of(request)
+    check_request(state, body, len(sources))
     tokenizer = state.worker.model.tokenizer
-    logprobs = None if body.logprobs is None else schemas.check_logprobs(body.logprobs, "logprobs")
-    params = schemas.sampling_params(
-        body,
-        state.sampling_defaults,
-        tokenizer,
-        max_tokens=COMPLETION_TOKENS,
-        logprobs=logprobs,
-        prompt_logprobs=logprobs if body.echo else None,
-        least_tokens=0 if body.echo else 1,
-    )
-    encoded = await state.run_in_thread(lambda: [prompts.encode(tokenizer, text) for text in texts])
-    echoes = [""] * len(texts)
-    if body.echo:
-        echoes = await state.run_in_thread(lambda: [_as_text(tokenizer, text) for text in texts])
-    prompt_only = schemas.requested_tokens(body, least=0) == 0
-    choices = Choices(state, body, encoded, params, prompt_only=prompt_only)
-    return await CompletionFormatter(state, body, choices, echoes).respond(request)
+    chat, echo = isinstance(body, ChatRequest), getattr(body, "echo", None)
+    default = state.worker.limits.max_tokens if chat else COMPLETION_TOKENS
+    params = schemas.sampling_params(body, state.sampling_defaults, tokenizer, default)
+    encode = encode_chat if chat else prompts.encode
+    encoded = await state.run_in_thread(lambda: [encode(tokenizer, source) for source in sources])
+    echoes = [""] * len(sources)
+    if echo:
+        echoes = await state.run_in_thread(lambda: [_as_text(tokenizer, source) for source in sources])
+    choices = Choices(state, body, encoded, params)
+    return await ResponseFormatter(state, body, choices, echoes).respond(request)
 
 
 def _as_text(tokenizer: Any, prompt: str | list[int]) -> str:
@@ -122,7 +106,6 @@ class Choices:
         body: the request.
         prompts: token ids of each prompt, answered `body.n` times.
         params: how to sample.
-        prompt_only: only the prompts' log-probabilities are wanted; the answers are reported as empty.
 
     Attributes:
         first_tokens: of each choice, the first token of its prompt.
@@ -137,11 +120,10 @@ class Choices:
         body: GenerationFields,
         prompts: list[list[int]],
         params: SamplingParams,
-        *,
-        prompt_only: bool = False,
     ) -> None:
         self._n = body.n or 1
-        self._prompt_only = prompt_only
+        # One token is made all the same, and not reported.
+        self._prompt_only = schemas.requested_tokens(body, least=0) == 0
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = 0
         text = state.worker.model.tokenizer is not None
@@ -242,71 +224,70 @@ def _timings(result: Result) -> dict[str, Any]:
     }
 
 
-class ResponseFormatter(ABC):
+class ResponseFormatter:
     """Writes the choices of one request as one JSON body, or as the chunks of a stream.
 
-    Attributes:
-        prefix: of the response's id.
-        kind: OpenAI's `object` of a whole response.
-        chunk_kind: OpenAI's `object` of a chunk.
+    Args:
+        state: of the application.
+        body: the request, of a chat or of completions.
+        choices: its answers.
+        echoes: of each prompt, the text before its answers; empty for chats.
     """
 
-    prefix: str
-    kind: str
-    chunk_kind: str
-
-    def __init__(self, state: AppState, body: GenerationFields, choices: Choices) -> None:
-        self.texts = state.worker.texts
-        self.choices = choices
+    def __init__(self, state: AppState, body: GenerationFields, choices: Choices, echoes: list[str]) -> None:
+        self._texts = state.worker.texts
+        self._choices = choices
+        self._chat = isinstance(body, ChatRequest)
         self._stream = bool(body.stream)
         self._options = body.stream_options or StreamOptions()  # type: ignore[call-arg]
         self._detailed = bool(body.ddtree_details)
         self._timed = self._detailed or bool(body.ddtree_timings)
+        self._echoes = [echo for echo in echoes for _ in range(body.n or 1)]
+        special = getattr(state.worker.model.tokenizer, "all_special_ids", ())
+        hidden = frozenset(() if body.skip_special_tokens is False else special)
+        self._logprobs = [CompletionLogprobs(self._texts, len(echo), hidden) for echo in self._echoes]
+        kind = "chat.completion" if self._chat else "text_completion"
         self._head = {
-            "id": http.new_id(self.prefix),
-            "object": self.chunk_kind if body.stream else self.kind,
+            "id": http.new_id("chatcmpl" if self._chat else "cmpl"),
+            "object": kind + ".chunk" if self._chat and self._stream else kind,
             "created": int(time.time()),
             "model": state.worker.name,
         }
 
-    @abstractmethod
-    def choice(self, index: int, answer: TokenDelta) -> dict[str, Any]:
-        """Return a whole choice."""
-
-    @abstractmethod
-    def opening(self, index: int, first: TokenDelta) -> dict[str, Any] | None:
-        """Return the choice of the chunk before a choice's first token, if there is one."""
-
-    @abstractmethod
-    def piece(self, index: int, delta: TokenDelta) -> dict[str, Any]:
-        """Return the choice of a chunk with new text."""
-
-    @abstractmethod
-    def ending(self, index: int, reason: str) -> dict[str, Any]:
-        """Return the choice of a choice's last chunk."""
-
     async def respond(self, request: Request) -> Response:
         """Return the response. The answers end when the client leaves."""
         if self._stream:
-            return http.EventStream(self._chunks(), self.choices.cancel)
+            return http.EventStream(self._chunks(), self._choices.cancel)
         try:
             whole = await http.unless_disconnected(request.receive, self._whole())
         finally:
-            self.choices.cancel()
+            self._choices.cancel()
         return Response(status_code=_CLIENT_LEFT) if whole is None else http.json_response(whole)
 
     async def _whole(self) -> dict[str, Any]:
-        answers = await self.choices.complete()
         choices = [
-            {**self.choice(index, answer), **self._details(answer)} for index, answer in enumerate(answers)
+            {**self._whole_choice(index, answer), **self._details(answer)}
+            for index, answer in enumerate(await self._choices.complete())
         ]
-        return {**self._head, "choices": choices, "usage": self.choices.usage(), **self._figures()}
+        return {**self._head, "choices": choices, "usage": self._choices.usage(), **self._figures()}
+
+    def _whole_choice(self, index: int, answer: TokenDelta) -> dict[str, Any]:
+        assert answer.result is not None
+        reason = answer.result.finish_reason
+        logprobs = self._answer_logprobs(index, answer)
+        if self._chat:
+            message = {"role": "assistant", "content": answer.text, "refusal": None}
+            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        before = self._prompt_logprobs(index, answer)
+        if before is not None and logprobs is not None:
+            logprobs = {name: before[name] + logprobs[name] for name in before}
+        return self._text_choice(index, self._echoes[index] + answer.text, logprobs or before, reason)
 
     async def _chunks(self) -> AsyncGenerator[str, None]:
         """Yield server-sent events. An error after the first of them is one of them."""
         opened: set[int] = set()
         try:
-            async for item in self.choices.deltas():
+            async for item in self._choices.deltas():
                 if item is None:
                     yield http.STREAM_COMMENT
                     continue
@@ -314,17 +295,19 @@ class ResponseFormatter(ABC):
                 # With the first token, not before: clients take the first chunk for it when they measure.
                 if index not in opened:
                     opened.add(index)
-                    opening = self.opening(index, delta)
-                    if opening is not None:
-                        yield self._chunk([opening])
+                    if self._chat:
+                        yield self._chunk(self._delta_choice(index, {"role": "assistant", "content": ""}))
+                    elif self._echoes[index]:
+                        before = self._prompt_logprobs(index, delta)
+                        yield self._chunk(self._text_choice(index, self._echoes[index], before))
                 if delta.text or (delta.tokens and (self._detailed or delta.logprobs)):
-                    yield self._chunk([self.piece(index, delta)], self._details(delta))
+                    yield self._chunk(self._new_text(index, delta), self._details(delta))
                 if delta.result is not None:
-                    ending = self.ending(index, delta.result.finish_reason)
                     # Figures come with the usage where there is one.
-                    yield self._chunk([ending], {} if self._options.include_usage else self._figures(index))
+                    figures = {} if self._options.include_usage else self._figures(index)
+                    yield self._chunk(self._ending(index, delta.result.finish_reason), figures)
             if self._options.include_usage:
-                yield self._chunk([], {"usage": self.choices.usage(), **self._figures()})
+                yield self._chunk(None, {"usage": self._choices.usage(), **self._figures()})
         except Exception as error:
             known = http.api_error(error)
             if known.status_code == 500:
@@ -332,105 +315,49 @@ class ResponseFormatter(ABC):
             yield http.event(known.body())
         yield http.STREAM_DONE
 
-    def _details(self, delta: TokenDelta) -> dict[str, Any]:
-        if not self._detailed:
-            return {}
-        texts = [self.texts(token)[0] for token in delta.tokens]
-        return {"ddtree": {"origins": delta.origins, "tokens": delta.tokens, "texts": texts}}
-
-    def _figures(self, index: int | None = None) -> dict[str, Any]:
-        return {"ddtree": {"timings": self.choices.timings(index)}} if self._timed else {}
-
-    def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> str:
-        chunk = {**self._head, "choices": choices, **(more or {})}
-        if self._options.continuous_usage_stats:
-            chunk.setdefault("usage", self.choices.usage())
-        return http.event(chunk)
-
-
-class ChatFormatter(ResponseFormatter):
-    """Writes the choices of a chat."""
-
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def choice(self, index: int, answer: TokenDelta) -> dict[str, Any]:
-        """Return a whole message."""
-        assert answer.result is not None
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": chat_logprobs(answer.logprobs, self.texts) if answer.logprobs else None,
-            "finish_reason": answer.result.finish_reason,
-        }
-
-    def opening(self, index: int, first: TokenDelta) -> dict[str, Any]:
-        """Return the role."""
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-
-    def piece(self, index: int, delta: TokenDelta) -> dict[str, Any]:
-        """Return new text."""
-        choice: dict[str, Any] = {"index": index, "delta": {"content": delta.text}, "finish_reason": None}
-        if delta.logprobs:
-            choice["logprobs"] = chat_logprobs(delta.logprobs, self.texts)
-        return choice
-
-    def ending(self, index: int, reason: str) -> dict[str, Any]:
-        """Return the reason of the end."""
-        return {"index": index, "delta": {}, "finish_reason": reason}
-
-
-class CompletionFormatter(ResponseFormatter):
-    """Writes continuations of texts.
-
-    Args:
-        state: of the application.
-        body: the request.
-        choices: its answers.
-        echoes: of each prompt, the text before its answers.
-    """
-
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, state: AppState, body: CompletionRequest, choices: Choices, echoes: list[str]) -> None:
-        super().__init__(state, body, choices)
-        self._echoes = [echo for echo in echoes for _ in range(body.n or 1)]
-        special = getattr(state.worker.model.tokenizer, "all_special_ids", ())
-        hidden = frozenset(() if body.skip_special_tokens is False else special)
-        self._logprobs = [CompletionLogprobs(self.texts, len(echo), hidden) for echo in self._echoes]
-
-    def choice(self, index: int, answer: TokenDelta) -> dict[str, Any]:
-        """Return a whole text."""
-        assert answer.result is not None
-        parts = [self._prompt_logprobs(index, answer), self._answer_logprobs(index, answer)]
-        there = [part for part in parts if part is not None]
-        return {
-            "index": index,
-            "text": self._echoes[index] + answer.text,
-            "logprobs": {name: [one for part in there for one in part[name]] for name in there[0]}
-            if there
-            else None,
-            "finish_reason": answer.result.finish_reason,
-        }
-
-    def opening(self, index: int, first: TokenDelta) -> dict[str, Any] | None:
-        """Return the echo."""
-        echo = self._echoes[index]
-        logprobs = self._prompt_logprobs(index, first)
-        return {"index": index, "text": echo, "logprobs": logprobs, "finish_reason": None} if echo else None
-
-    def piece(self, index: int, delta: TokenDelta) -> dict[str, Any]:
-        """Return new text."""
+    def _new_text(self, index: int, delta: TokenDelta) -> dict[str, Any]:
         logprobs = self._answer_logprobs(index, delta)
-        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        if not self._chat:
+            return self._text_choice(index, delta.text, logprobs)
+        choice = self._delta_choice(index, {"content": delta.text})
+        return choice if logprobs is None else {**choice, "logprobs": logprobs}
 
-    def ending(self, index: int, reason: str) -> dict[str, Any]:
-        """Return the reason of the end."""
-        return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
+    def _ending(self, index: int, reason: str) -> dict[str, Any]:
+        if self._chat:
+            return self._delta_choice(index, {}, reason)
+        return self._text_choice(index, "", None, reason)
+
+    def _delta_choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "finish_reason": reason}
+
+    def _text_choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _prompt_logprobs(self, index: int, delta: TokenDelta) -> dict[str, Any] | None:
         if delta.prompt_logprobs is None:
             return None
-        return prompt_logprobs(self.choices.first_tokens[index], delta.prompt_logprobs, self.texts)
+        return prompt_logprobs(self._choices.first_tokens[index], delta.prompt_logprobs, self._texts)
 
     def _answer_logprobs(self, index: int, delta: TokenDelta) -> dict[str, Any] | None:
-        return self._logprobs[index](delta.logprobs) if delta.logprobs else None
+        if not delta.logprobs:
+            return None
+        if self._chat:
+            return chat_logprobs(delta.logprobs, self._texts)
+        return self._logprobs[index](delta.logprobs)
+
+    def _details(self, delta: TokenDelta) -> dict[str, Any]:
+        if not self._detailed:
+            return {}
+        texts = [self._texts(token)[0] for token in delta.tokens]
+        return {"ddtree": {"origins": delta.origins, "tokens": delta.tokens, "texts": texts}}
+
+    def _figures(self, index: int | None = None) -> dict[str, Any]:
+        return {"ddtree": {"timings": self._choices.timings(index)}} if self._timed else {}
+
+    def _chunk(self, choice: dict[str, Any] | None, more: dict[str, Any] | None = None) -> str:
+        chunk = {**self._head, "choices": [] if choice is None else [choice], **(more or {})}
+        if self._options.continuous_usage_stats:
+            chunk.setdefault("usage", self._choices.usage())
+        return http.event(chunk)

@@ -280,14 +280,7 @@ def sampling_defaults(model: Any) -> dict[str, Any]:
 
 
 def sampling_params(
-    request: GenerationFields,
-    defaults: dict[str, Any],
-    tokenizer: Any,
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
-    least_tokens: int = 1,
+    request: GenerationFields, defaults: dict[str, Any], tokenizer: Any, max_tokens: int
 ) -> SamplingParams:
     """Return how to sample the first of a request's answers.
 
@@ -296,15 +289,14 @@ def sampling_params(
         defaults: see `sampling_defaults`.
         tokenizer: encodes `bad_words`; may be None.
         max_tokens: used where the request has none, as 512.
-        logprobs: most likely tokens to report for each token, up to 20; None for no log-probabilities.
-        prompt_logprobs: the same for the prompt's tokens.
-        least_tokens: fewest tokens that may be asked for: 1, or 0 where the prompt alone is wanted. One is made then.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
-        ApiError: a list or string is too long, or needs a tokenizer that the model lacks.
+        ApiError: a list, a string or a number is too large, or needs a tokenizer that the model lacks.
     """
-    asked = requested_tokens(request, least_tokens)
+    logprobs, echo = requested_logprobs(request), getattr(request, "echo", None)
+    # With an echo, the prompt alone may be wanted; one token is made all the same.
+    asked = requested_tokens(request, least=0 if echo else 1)
     fields = dict(defaults)
     for name, most in _MAX_ENTRIES.items():
         value = getattr(request, name)
@@ -334,7 +326,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens if asked is None else max(1, asked),
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=logprobs if echo else None,
         **fields,
     )
 
@@ -348,8 +340,19 @@ def requested_tokens(request: GenerationFields, least: int = 1) -> int | None:
     return asked
 
 
-def check_logprobs(count: int, name: str) -> int:
-    """Return the number of likely tokens to report for each token. Raises ApiError outside 0 to 20."""
-    if not 0 <= count <= MAX_LOGPROBS:
+def requested_logprobs(request: GenerationFields) -> int | None:
+    """Return the number of likely tokens to report for each token; None for no log-probabilities.
+
+    Raises:
+        ApiError: the number is outside 0 to 20, or a chat gives one without `logprobs`.
+    """
+    if isinstance(request, ChatRequest):
+        name, count = "top_logprobs", request.top_logprobs
+        if count is not None and not request.logprobs:
+            raise invalid_value(name, "top_logprobs needs logprobs: true")
+        count = (count or 0) if request.logprobs else None
+    else:
+        name, count = "logprobs", getattr(request, "logprobs", None)
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
         raise invalid_value(name, f"{name} must be from 0 to {MAX_LOGPROBS}, not {count}")
     return count
