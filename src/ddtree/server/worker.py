@@ -10,7 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 from ddtree.api import Model
 from ddtree.engine.engine import Engine, Round
@@ -76,8 +76,9 @@ class EngineThread:
         self._handles: list[RequestHandle] = []
         self._lock = threading.Lock()
         self._open = 0  # answers submitted and not ended
-        self._closing = self._aborting = self._dead = False
-        self._ready, self._over = threading.Event(), threading.Event()
+        self._status: Literal["starting", "ready", "closing", "stopped", "failed"] = "starting"
+        self._started = threading.Event()  # "starting" is over
+        self._aborting = False  # answers are no longer waited for
         self._failures = 0  # failed rounds in a row
         self._error: str | None = None
         self._seconds = dict(self._engine.clock.seconds)
@@ -105,18 +106,10 @@ class EngineThread:
         The status is "starting", "ready", "failing", "closing", "stopped" or "failed". The error is the engine's last
         one, None after a round that succeeded.
         """
-        if self._dead:
-            status = "failed"
-        elif self._over.is_set():
-            status = "stopped"
-        elif self._closing:
-            status = "closing"
-        elif not self._ready.is_set():
-            status = "starting"
-        else:
-            status = "failing" if self._failures >= _FAILING else "ready"
+        failing = self._status == "ready" and self._failures >= _FAILING
+        status = "failing" if failing else self._status
         return {
-            "live": self._thread.is_alive() and not self._dead,
+            "live": self._thread.is_alive() and status != "failed",
             "ready": status == "ready",
             "status": status,
             "error": self._error,
@@ -128,20 +121,22 @@ class EngineThread:
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Wait until answers are made, up to `timeout` seconds; return whether they are."""
-        return self._ready.wait(timeout) and self.health["ready"]
+        return self._started.wait(timeout) and self.health["ready"]
 
     def shutdown(self, grace: float = 30.0) -> None:
         """Refuse new answers, finish those submitted, and end those that still run after `grace` seconds."""
         with self._lock:
-            self._closing = True
-        self._wake()
+            if self._status in ("starting", "ready"):
+                self._status = "closing"
         if self._thread.ident is None:
-            self._over.set()
+            self._status = "stopped"
             return
-        if not self._over.wait(max(0.0, grace)):
+        self._wake()
+        self._thread.join(max(0.0, grace))
+        if self._thread.is_alive():
             self._aborting = True
             self._wake()
-        self._thread.join()
+            self._thread.join()
 
     def submit(
         self, requests: list[GenerationRequest], queue: DeltaQueue[tuple[int, TokenDelta]]
@@ -214,9 +209,9 @@ class EngineThread:
         self._submitted.put(None)
 
     def _check_open(self) -> None:
-        if self._dead or self._closing:
+        if self._status not in ("starting", "ready"):
             self.book.metrics.refused.labels(reason="closing").inc()
-            raise ClosingError(self._death() if self._dead else "the server is shutting down")
+            raise ClosingError(self._death() if self._status == "failed" else "the server is shutting down")
         if self._engine.closed:
             self.book.metrics.refused.labels(reason="busy").inc()
             raise BusyError("the engine is being made anew: try again", 1)
@@ -254,7 +249,10 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self.model.prepare()
-            self._ready.set()
+            with self._lock:
+                if self._status == "starting":
+                    self._status = "ready"
+            self._started.set()
             while self._receive():
                 if not self._engine.idle:
                     self._step()
@@ -262,14 +260,15 @@ class EngineThread:
                     self._end_all(EngineError("it lost the answer"))
         except BaseException as error:
             self._die(error)
+        else:
+            self._status = "stopped"
         finally:
-            self._ready.set()
-            self._over.set()
+            self._started.set()
 
     def _receive(self) -> bool:
         """Do what other threads asked for, waiting while there is nothing to do; return False when all is over."""
         try:
-            idle = not self._handles and not self._closing
+            idle = not self._handles and self._status != "closing"
             while idle or not self._submitted.empty():
                 handle = self._submitted.get()
                 idle = False
@@ -282,7 +281,7 @@ class EngineThread:
             self._end_some()
         except Exception as error:
             self._recover(error)
-        return bool(self._handles) or not self._closing or not self._submitted.empty()
+        return bool(self._handles) or self._status != "closing" or not self._submitted.empty()
 
     def _admit(self, handle: RequestHandle) -> None:
         self._handles.append(handle)
@@ -346,7 +345,7 @@ class EngineThread:
         """Report that this thread itself failed, and end all answers."""
         _log.critical("the server can decode no more", exc_info=error)
         with self._lock:
-            self._dead = True
+            self._status = "failed"
             self._error = _one_line(error)
             while not self._submitted.empty():
                 handle = self._submitted.get()
