@@ -52,22 +52,14 @@ def joined(chunks, index=0):
 
 
 def test_a_chat_streams_role_then_content_then_the_end(address):
-    kind = "chat.completion.chunk"
+    def chunk(delta, reason=None):
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        return {"object": "chat.completion.chunk", "choices": [choice]}
+
     first, *pieces, last = lines(address, **CHAT)
-    assert first == {
-        "object": kind,
-        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}],
-    }
-    assert all(
-        piece
-        == {
-            "object": kind,
-            "choices": [{"index": 0, "delta": {"content": joined([piece])}, "finish_reason": None}],
-        }
-        for piece in pieces
-    )
-    assert joined(pieces) == "hey"
-    assert last == {"object": kind, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    assert first == chunk({"role": "assistant", "content": ""})
+    assert pieces == [chunk({"content": joined([piece])}) for piece in pieces] and joined(pieces) == "hey"
+    assert last == chunk({}, "stop")
 
 
 def test_usage_comes_last_and_only_when_asked_for(address):
