@@ -4,6 +4,7 @@ import json
 import random
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -50,14 +51,20 @@ def make(drafter="lookup", max_rows=4, **options):
     return EngineThread(model, name="tiny", **options)
 
 
-@pytest.fixture
-def worker():
-    made = make()
+@contextmanager
+def started(**options):
+    made = make(**options)
     made.start()
     yield made
     made.shutdown(0)
     nothing_is_left(made)
     made.model.close()
+
+
+@pytest.fixture
+def worker():
+    with started() as made:
+        yield made
 
 
 def nothing_is_left(worker):
@@ -89,22 +96,19 @@ def alone(prompt, **params):
 
 
 def test_eight_at_once_are_each_as_alone():
-    worker = make(max_rows=8)
-    worker.start()
-    prompts = ["ab" * length for length in range(1, 9)]
-    settings = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}]
-    drafting = [{"method": method} for method in ("off", "chain", "tree", "auto")]
-    readers = [
-        ask(worker, prompt, drafting=drafting[at % 4], **settings[at % 2])
-        for at, prompt in enumerate(prompts)
-    ]
-    for at, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
-        result, expected = reader.wait().result, alone(prompt, **settings[at % 2])
-        assert reader.tokens == result.token_ids == expected.token_ids
-        assert reader.text == result.text == expected.text
-        assert sum(len(event.origins) for event in reader.events) == len(reader.tokens)
-    worker.shutdown(0)
-    nothing_is_left(worker)
+    with started(max_rows=8) as worker:
+        prompts = ["ab" * length for length in range(1, 9)]
+        settings = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}]
+        drafting = [{"method": method} for method in ("off", "chain", "tree", "auto")]
+        readers = [
+            ask(worker, prompt, drafting=drafting[at % 4], **settings[at % 2])
+            for at, prompt in enumerate(prompts)
+        ]
+        for at, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
+            result, expected = reader.wait().result, alone(prompt, **settings[at % 2])
+            assert reader.tokens == result.token_ids == expected.token_ids
+            assert reader.text == result.text == expected.text
+            assert sum(len(event.origins) for event in reader.events) == len(reader.tokens)
 
 
 def test_the_first_answer_is_drafted_for_automatically(worker):
@@ -168,34 +172,29 @@ def test_a_cancelled_answer_frees_its_row_within_a_round(worker):
 
 
 def test_a_full_queue_refuses_and_takes_more_when_there_is_room():
-    worker = make(max_rows=1, limits=ServerLimits(max_waiting=2))
-    worker.start()
-    readers = [ask(worker, max_tokens=200) for _ in range(3)]
-    with pytest.raises(BusyError) as refused:
-        ask(worker)
-    assert refused.value.retry_after >= 1
-    worker.cancel(readers[0].handle)
-    readers[0].wait()
-    eventually(lambda: worker._open < 3)
-    readers.append(ask(worker, max_tokens=3))
-    assert [reader.wait().result.finish_reason for reader in readers] == ["cancelled", *3 * ["length"]]
-    worker.shutdown(0)
-    nothing_is_left(worker)
+    with started(max_rows=1, limits=ServerLimits(max_waiting=2)) as worker:
+        readers = [ask(worker, max_tokens=200) for _ in range(3)]
+        with pytest.raises(BusyError) as refused:
+            ask(worker)
+        assert refused.value.retry_after >= 1
+        worker.cancel(readers[0].handle)
+        readers[0].wait()
+        eventually(lambda: worker._open < 3)
+        readers.append(ask(worker, max_tokens=3))
+        assert [reader.wait().result.finish_reason for reader in readers] == ["cancelled", *3 * ["length"]]
 
 
 def test_several_answers_are_admitted_together_or_not_at_all():
-    worker = make(max_rows=1, limits=ServerLimits(max_waiting=2))
-    worker.start()
-    params = SamplingParams(max_tokens=3, temperature=0.0)
-    reader, good, bad = Reader(), GenerationRequest([5], params), GenerationRequest([], params)
-    with pytest.raises(BusyError):
-        worker.submit([good] * 4, reader)
-    with pytest.raises(PromptError):
-        worker.submit([good, bad], reader)
-    worker.submit([good] * 3, reader)
-    eventually(lambda: sum(delta.last for delta in reader.events) == 3)
-    eventually(lambda: worker._open == 0)
-    worker.shutdown(0)
+    with started(max_rows=1, limits=ServerLimits(max_waiting=2)) as worker:
+        params = SamplingParams(max_tokens=3, temperature=0.0)
+        reader, good, bad = Reader(), GenerationRequest([5], params), GenerationRequest([], params)
+        with pytest.raises(BusyError):
+            worker.submit([good] * 4, reader)
+        with pytest.raises(PromptError):
+            worker.submit([good, bad], reader)
+        worker.submit([good] * 3, reader)
+        eventually(lambda: sum(delta.last for delta in reader.events) == 3)
+        eventually(lambda: worker._open == 0)
 
 
 def test_shutdown_finishes_what_runs_and_refuses_what_comes(worker):
@@ -216,12 +215,9 @@ def test_shutdown_ends_what_takes_too_long(worker):
 
 
 def test_an_answer_may_take_only_so_long():
-    worker = make(limits=ServerLimits(request_timeout=0.05))
-    worker.start()
-    slow = ask(worker, max_tokens=450, processors=[slowly])
-    assert isinstance(slow.wait().error, TimeoutReached)
-    worker.shutdown(0)
-    nothing_is_left(worker)
+    with started(limits=ServerLimits(request_timeout=0.05)) as worker:
+        slow = ask(worker, max_tokens=450, processors=[slowly])
+        assert isinstance(slow.wait().error, TimeoutReached)
 
 
 def slowly(prefix, logits):
@@ -230,22 +226,20 @@ def slowly(prefix, logits):
 
 
 def test_drafting_changes_live_where_a_request_does_not_fix_it():
-    worker = make(drafting=DraftSettings(method="off"))
-    worker.start()
-    free = ask(worker, max_tokens=300)
-    fixed = ask(worker, max_tokens=300, drafting={"method": "off"})
-    partly = ask(worker, max_tokens=300, drafting={"depth": 1})
-    for reader in (free, fixed, partly):
-        assert reader.begun.wait(PATIENCE)
-    worker.set_drafting(DraftSettings(method="tree", budget=8))
-    results = [reader.wait().result for reader in (free, fixed, partly)]
-    text = alone("to be or not to be", max_tokens=300).token_ids
-    assert all(result.token_ids == text for result in results)
-    arms = [result.stats.arms for result in results]
-    assert arms[0]["off"] and arms[0]["tree@lookup"]
-    assert set(arms[1]) == {"off"}
-    assert arms[2]["tree@lookup"] and max(results[2].stats.accepted) <= 1 < max(results[0].stats.accepted)
-    worker.shutdown(0)
+    with started(drafting=DraftSettings(method="off")) as worker:
+        free = ask(worker, max_tokens=300)
+        fixed = ask(worker, max_tokens=300, drafting={"method": "off"})
+        partly = ask(worker, max_tokens=300, drafting={"depth": 1})
+        for reader in (free, fixed, partly):
+            assert reader.begun.wait(PATIENCE)
+        worker.set_drafting(DraftSettings(method="tree", budget=8))
+        results = [reader.wait().result for reader in (free, fixed, partly)]
+        text = alone("to be or not to be", max_tokens=300).token_ids
+        assert all(result.token_ids == text for result in results)
+        arms = [result.stats.arms for result in results]
+        assert arms[0]["off"] and arms[0]["tree@lookup"]
+        assert set(arms[1]) == {"off"}
+        assert arms[2]["tree@lookup"] and max(results[2].stats.accepted) <= 1 < max(results[0].stats.accepted)
 
 
 def test_one_of_several_drafters_can_be_named(tmp_path):
@@ -347,14 +341,12 @@ def test_a_row_that_cannot_be_freed_costs_the_engine_and_not_the_worker(worker, 
 
 
 def test_a_drafter_whose_rows_cannot_be_freed_is_given_up(monkeypatch):
-    worker = make(drafting=DraftSettings(drafter="lookup"))
-    worker.start()
-    worker.wait_ready(PATIENCE)
-    monkeypatch.setattr(worker.model.engine.drafter, "drop_row", broken(RuntimeError("stuck")))
-    assert ask(worker, max_tokens=5).wait().last
-    eventually(lambda: worker.model.engine.drafter is None)
-    assert set(ask(worker).wait().result.stats.arms) == {"off"}
-    worker.shutdown(0)
+    with started(drafting=DraftSettings(drafter="lookup")) as worker:
+        worker.wait_ready(PATIENCE)
+        monkeypatch.setattr(worker.model.engine.drafter, "drop_row", broken(RuntimeError("stuck")))
+        assert ask(worker, max_tokens=5).wait().last
+        eventually(lambda: worker.model.engine.drafter is None)
+        assert set(ask(worker).wait().result.stats.arms) == {"off"}
 
 
 def test_a_worker_that_cannot_go_on_says_so_and_leaves_nobody_waiting(monkeypatch):
