@@ -40,26 +40,43 @@ def endless(handle, index):
         time.sleep(0.01)
 
 
-@pytest.mark.slow
-def test_the_program_answers_by_its_name_and_ends_well_at_a_signal(tmp_path):
-    target = talker.save(tmp_path / "tiny", max_position_embeddings=1024)
-    command = [sys.executable, "-m", "ddtree", "serve", target, "--device", "cpu", "--port", "0"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+@contextmanager
+def program(folder, port=0):
+    """`ddtree serve` of a tiny model: the process and its address, once it is ready."""
+    target = talker.save(folder / "tiny", max_position_embeddings=1024)
+    command = [sys.executable, "-m", "ddtree", "serve", target, "--device", "cpu", "--port", str(port)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         try:
             address = re.match(r"ddtree: tiny at (http://127.0.0.1:\d+)/v1", process.stdout.readline())[1]
             fakes.eventually(lambda: httpx.get(address + "/health/ready").status_code == 200, 60)
-            assert httpx.get(address + "/v1/models").json()["data"][0]["id"] == "tiny"
-            assert httpx.get(address, headers={"Host": "evil.example"}).status_code == 421
-            with streamed(address, 400) as lines:
-                process.send_signal(signal.SIGTERM)
-                *_, end, done = lines
-            assert json.loads(end[6:])["choices"][0]["finish_reason"] == "length" and done == "data: [DONE]"
-            assert process.wait(20) == 0
-            assert "finishing" in process.stderr.read()
+            yield process, address
         finally:
             process.kill()
+
+
+@pytest.mark.slow
+def test_the_program_answers_by_its_name_and_ends_well_at_a_signal(tmp_path):
+    with program(tmp_path) as (process, address):
+        assert httpx.get(address + "/v1/models").json()["data"][0]["id"] == "tiny"
+        assert httpx.get(address, headers={"Host": "evil.example"}).status_code == 421
+        with streamed(address, 400) as lines:
+            process.send_signal(signal.SIGTERM)
+            *_, end, done = lines
+        assert json.loads(end[6:])["choices"][0]["finish_reason"] == "length" and done == "data: [DONE]"
+        assert process.wait(20) == 0
+        assert "finishing" in process.stderr.read()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(address)
+
+
+@pytest.mark.exhaustive
+def test_after_a_kill_the_next_one_serves_on_the_same_port(tmp_path):
+    with program(tmp_path) as (_, address), streamed(address, 900):
+        pass
+    with program(tmp_path, address.rpartition(":")[2]) as (_, again):
+        assert again == address
 
 
 def test_a_second_signal_stops_at_once_and_a_restart_serves_again():

@@ -44,7 +44,7 @@ def press(module, worker, acts, expected="hello", seconds=0.5):
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_tiny_model_bears_ten_seconds_of_everything(tmp_path):
     target = talker.save(tmp_path / "tiny", max_position_embeddings=1024)
     out = tmp_path / "out.json"

@@ -9,9 +9,8 @@ from typing import Any
 from ddtree.engine.planner import check_drafting
 from ddtree.errors import ConfigError
 from ddtree.policy import AutoBudget, AutoMethod
-from ddtree.sampling.params import check_whole
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH
-from ddtree.validation import did_you_mean
+from ddtree.validation import check_whole, did_you_mean
 
 KEY = "ddtree"
 """Where the settings lie in the engine's `additional_config`, and a request's own in `SamplingParams.extra_args`."""
