@@ -8,8 +8,8 @@ import ddtree
 import fakes
 import talker
 from ddtree.cli import main
-from ddtree.server.limits import Limits
-from ddtree.server.worker import Service
+from ddtree.server.config import ServerLimits
+from ddtree.server.worker import EngineThread
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +18,10 @@ def address():
         talker.model(max_position_embeddings=1024), "lookup", tokenizer=talker.tokenizer(), max_rows=4,
         prefix_bytes=2**24,
     )  # fmt: skip
-    service = Service(loaded, name="tiny", limits=Limits(max_waiting=16))
-    service.start()
-    assert service.wait_ready(60)
-    with loaded, fakes.served(service) as address:
+    worker = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
+    worker.start()
+    assert worker.wait_ready(60)
+    with loaded, fakes.served(worker) as address:
         yield address
 
 

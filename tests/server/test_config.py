@@ -3,14 +3,13 @@
 import pytest
 
 from ddtree.errors import ConfigError
-from ddtree.server.drafting import Drafting
-from ddtree.server.limits import Limits
+from ddtree.server.config import DraftSettings, ServerLimits
 
 
 def test_a_request_changes_only_the_fields_it_names():
-    server = Drafting(method="tree", depth=4, budget=32, drafter="lookup")
+    server = DraftSettings(method="tree", depth=4, budget=32, drafter="lookup")
     assert server.merged(None) == server.merged({}) == server
-    assert server.merged({"depth": 8, "drafter": None}) == Drafting("tree", 8, 32, None)
+    assert server.merged({"depth": 8, "drafter": None}) == DraftSettings("tree", 8, 32, None)
     assert server.as_dict() == {"method": "tree", "depth": 4, "budget": 32, "drafter": "lookup"}
 
 
@@ -38,18 +37,18 @@ def test_a_request_changes_only_the_fields_it_names():
 )
 def test_a_field_that_cannot_be_is_named(overrides, message):
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
-        Drafting().merged(overrides)
+        DraftSettings().merged(overrides)
 
 
 def test_a_drafter_must_be_loaded():
-    Drafting().check_drafter(())
-    Drafting(drafter="lookup").check_drafter(("lookup",))
+    DraftSettings().check_drafter(())
+    DraftSettings(drafter="lookup").check_drafter(("lookup",))
     with pytest.raises(ConfigError, match="'dflash' is not loaded: loaded are lookup"):
-        Drafting(drafter="dflash").check_drafter(("lookup",))
+        DraftSettings(drafter="dflash").check_drafter(("lookup",))
 
 
 @pytest.mark.parametrize("field", ["max_waiting", "max_body_bytes", "max_tokens", "max_n", "request_timeout"])
 def test_limits_are_checked(field):
     for value in (-1, "many", True, float("nan")):
         with pytest.raises(ConfigError, match=field):
-            Limits(**{field: value})
+            ServerLimits(**{field: value})
