@@ -7,7 +7,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from ddtree.errors import ConfigError
-from ddtree.train.synthesize import Template, encode_turns, read_turns
+from ddtree.train.user_messages import ChatTemplate, encode_user_messages, read_user_messages
 
 
 @pytest.fixture(scope="module")
@@ -21,24 +21,24 @@ def tokenizer():
 
 
 def test_a_template_is_cut_around_the_users_text(tokenizer):
-    assert Template.of(tokenizer) == Template(prefix=[0, 3], middle=[1, 2])
+    assert ChatTemplate.of(tokenizer) == ChatTemplate(prefix=[0, 3], middle=[1, 2])
 
 
 def test_a_tokenizer_without_chat_template_is_refused():
     with pytest.raises(ConfigError, match="no chat template"):
-        Template.of(object())
+        ChatTemplate.of(object())
 
 
-def test_turns_become_tokens_once_each(tokenizer):
-    turns, left_out = encode_turns(
-        tokenizer, Template.of(tokenizer), ["t1 t2", "t3", "t1 t2", "t1 t2 t3 t4"], 3
+def test_messages_become_tokens_once_each(tokenizer):
+    turns, left_out = encode_user_messages(
+        tokenizer, ChatTemplate.of(tokenizer), ["t1 t2", "t3", "t1 t2", "t1 t2 t3 t4"], 3
     )
     assert turns == [[5, 6], [7]]
     assert left_out == {"duplicate turn": 1, "turn too long": 1}
 
 
-def test_turns_that_merge_with_the_template_are_left_out(tokenizer):
-    turns, left_out = encode_turns(tokenizer, Template([0, 3], [1, 9]), ["t1"], 3)
+def test_messages_that_merge_with_the_template_are_left_out(tokenizer):
+    turns, left_out = encode_user_messages(tokenizer, ChatTemplate([0, 3], [1, 9]), ["t1"], 3)
     assert turns == []
     assert left_out == {"turn merges with the template": 1}
 
@@ -47,7 +47,7 @@ def test_turns_that_merge_with_the_template_are_left_out(tokenizer):
 def test_line_ends_of_unicode_inside_a_turn_do_not_end_its_line(tmp_path, end):
     path = tmp_path / "turns.jsonl"
     path.write_text(f'{{"prompt": "a{end}b"}}\r\n{{"prompt": "c"}}\n', encoding="utf-8-sig", newline="")
-    assert read_turns(path) == [f"a{end}b", "c"]
+    assert read_user_messages(path) == [f"a{end}b", "c"]
 
 
 def test_lines_of_every_kind_give_their_first_user_turn(tmp_path):
@@ -56,7 +56,7 @@ def test_lines_of_every_kind_give_their_first_user_turn(tmp_path):
         '{"turns": ["a", "b"]}\n\n{"prompt": "c"}\n'
         '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "d"}]}\n'
     )
-    assert read_turns(path) == ["a", "c", "d"]
+    assert read_user_messages(path) == ["a", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_line_without_a_user_turn_is_named(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"prompt": "c"}}\n{line}\n')
     with pytest.raises(ConfigError, match=r"prompts\.jsonl, line 2 has no user turn"):
-        read_turns(path)
+        read_user_messages(path)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, content, message):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        read_turns(path)
+        read_user_messages(path)
