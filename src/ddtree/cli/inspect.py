@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     options.quiet_transformers(args.debug)
     report = inspect(args.name, target=args.target, drafter=args.drafter)
     print(report)
-    return 1 if report.misfits else 0
+    return 1 if report.incompatibilities else 0
 
 
 def _vllm() -> int:
