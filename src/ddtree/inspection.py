@@ -1,4 +1,4 @@
-"""What a checkpoint is and whether a drafter fits a target, found without loading the target's weights."""
+"""Inspection: describes checkpoints, and checks whether a drafter fits a target, without loading their weights."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class DrafterFacts:
 
 @dataclass
 class InspectionReport:
-    """What was found.
+    """A target, a drafter, or both, with the verdict on the pair.
 
     Attributes:
         incompatibilities: why the pair does not fit; empty for a pair that fits, None where there is no pair.

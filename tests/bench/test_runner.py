@@ -165,6 +165,15 @@ def test_an_uncoupled_method_hides_the_noise_from_its_drafter(target):
         seen.clear()
 
 
+def test_an_uncoupled_method_drafts_as_drafters_without_coupling_do(target, merged):
+    plain = tiny.drafter("merged", tiny.model("llama"), coupled=False)
+    prompt = tiny.prompt(9) * 2
+    hidden, never = (method(text, target, drafter).answer(prompt, SAMPLED).accepted
+                     for text, drafter in (("tree:8+uncoupled", merged), ("tree:8", plain)))  # fmt: skip
+    coupled = method("tree:8", target, merged).answer(prompt, SAMPLED).accepted
+    assert hidden == never != coupled
+
+
 @pytest.mark.parametrize("name", ["hf", "prompt-lookup", "assisted"])
 def test_baselines_are_transformers_own_and_greedily_give_the_same_text(merged, name):
     model = tiny.model("llama", eos_token_id=7)

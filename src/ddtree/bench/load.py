@@ -44,7 +44,7 @@ class ServerError(DDTreeError):
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is asked.
+    """A load to put on a server: prompts, drafting modes and repetitions.
 
     Attributes:
         prompts: of each conversation the first message is asked.

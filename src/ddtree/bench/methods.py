@@ -307,6 +307,7 @@ class _FirstTokenTimer:
         self._prompt_given = False
 
     def put(self, value: Tensor) -> None:
+        """Take the prompt, then each token."""
         if self._prompt_given and self.first is None:
             self.first = time.perf_counter()
         self._prompt_given = True

@@ -31,7 +31,7 @@ Compare = Callable[[list[int], Measurement, Measurement, SamplingParams], dict[s
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What is measured.
+    """A measurement to make: prompts, temperatures and repetitions.
 
     Attributes:
         prompts: in the order they are answered.

@@ -70,6 +70,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that says what is wrong in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and one line on standard error."""
         self.exit(FAILED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 

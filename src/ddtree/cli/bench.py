@@ -24,7 +24,7 @@ _QUICK = {"budgets": [16, 64, "auto"], "max_tokens": 48, "per_task": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `ddtree bench`, and its actions `report` and `serve`."""
+    """Add the options of `ddtree bench` and its actions `report` and `serve`."""
     parser.description = (
         "Measure ways of decoding side by side on one pair, check that the texts are the same, print tables."
     )
