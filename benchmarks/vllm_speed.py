@@ -27,7 +27,7 @@ from typing import Any
 
 from vllm_engine import WAYS
 
-from ddtree.bench import prompt_sets as prompt_sets
+from ddtree.bench import prompt_sets
 from ddtree.model.demo import resolve
 from ddtree.model.pretrained import read_tokenizer
 
