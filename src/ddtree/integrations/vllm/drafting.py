@@ -1,26 +1,35 @@
-"""The drafter's rows, and what they are told: which request is where, its features."""
+"""Drafting for vLLM's requests: what the drafter is told of their texts, how much is drafted, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddtree.drafters import Drafter, parts_of
-from ddtree.integrations.vllm.features import FeatureStore
-from ddtree.integrations.vllm.request_state import Reader
-from ddtree.model.kv_cache import drop_row
+from ddtree.engine.planner import Plan, Planner
+from ddtree.engine.prefix_cache import PrefixStore
+from ddtree.integrations.vllm.request_state import RequestState, Verified
+from ddtree.integrations.vllm.trees import StepRow
+from ddtree.model.kv_cache import Columns, drop_row
+from ddtree.policy import OFF
+from ddtree.stats import PARTS, Clock
 
 
-class Drafting:
-    """A drafter over the requests that it drafts for.
+class DrafterRows:
+    """The drafter's rows. A request has one from the end of its prompt until it is finished or preempted.
 
-    A request has a row from the end of its prompt until it is finished or preempted. Before, its features wait here.
+    vLLM's prefix cache spares a prompt's beginning, and with it the features that a drafter reads. So features of texts
+    are kept here too, by the tokens they belong to, within a bound of memory.
 
     Args:
         drafter: holds no rows yet.
-        feature_bytes: memory for features of texts that are through.
+        feature_bytes: memory for features of texts that are processed, e.g. 256 MiB.
 
     Attributes:
         rows: the requests that have a row, in the drafter's order.
@@ -28,77 +37,234 @@ class Drafting:
 
     def __init__(self, drafter: Drafter, feature_bytes: int) -> None:
         self.drafter = drafter
-        self.rows: list[Reader] = []
-        self._store: FeatureStore | None = None
+        self.rows: list[RequestState] = []
+        self._store: PrefixStore | None = None
         if drafter.feature_layers and feature_bytes:
-            self._store = FeatureStore(feature_bytes)
+            self._store = PrefixStore(feature_bytes, features=True)
+        # Features of prompts that are not through, and how many of a text's first tokens have none.
         self._waiting: dict[str, list[Tensor]] = {}
-        # Tokens at the beginning of a row whose features were never seen.
         self._missing: dict[str, int] = {}
 
-    def known(self, reader: Reader, base: int) -> None:
-        """A request begins, or resumes, `base` tokens into its text, whose keys and values the engine already had."""
-        if reader.seen >= base:
+    def resume(self, state: RequestState, base: int) -> None:
+        """Begin, or resume, a request whose first `base` tokens vLLM has in its cache."""
+        if state.observed >= base:
             return
-        parts = self._store.find(reader.tokens[:base]) if self._store is not None else []
+        found = self._store.find(state.tokens[:base]) if self._store is not None else []
+        parts = [part.features.clone() for part in found if part.features is not None]
         whole = sum(map(len, parts)) == base
-        self._waiting[reader.name] = [part.clone() for part in parts] if whole else []
-        self._missing[reader.name] = 0 if whole else base
-        reader.seen = base
+        self._waiting[state.name] = parts if whole else []
+        self._missing[state.name] = 0 if whole else base
+        state.observed = base
 
-    def observe(self, reader: Reader, base: int, tokens: int, features: Tensor | None) -> None:
-        """The target processed `tokens` tokens of a request's text from `base` on, with features [tokens, F * H]."""
-        skip = reader.seen - base
-        if skip >= tokens:
+    def observe(self, state: RequestState, base: int, count: int, features: Tensor | None) -> None:
+        """Take in that the target processed `count` tokens from `base` on, with features [count, F * H]."""
+        known = state.observed - base
+        if known >= count:
             return
-        if features is not None:
-            features = features[skip:]
-        row = self._row(reader)
-        if row is None:
-            if features is not None:
-                self._waiting.setdefault(reader.name, []).append(features)
-        else:
-            self._tell(row, reader.tokens[reader.seen : base + tokens], features)
-        reader.seen = base + tokens
+        tokens = state.tokens[state.observed : base + count]
+        state.observed = base + count
+        features = None if features is None else features[known:]
+        row = self._row(state)
+        if row is not None:
+            self.drafter.observe(row, tokens, features)
+            if self._store is not None:
+                self._store.observe(row, features)
+        elif features is not None:
+            self._waiting.setdefault(state.name, []).append(features)
 
-    def join(self, reader: Reader) -> None:
-        """Open a row for a request whose prompt is processed; nothing happens where it has one."""
-        if self._row(reader) is not None:
+    def add(self, state: RequestState) -> None:
+        """Open a row for a request whose prompt is processed; do nothing where it has one."""
+        if self._row(state) is not None:
             return
-        row, tokens = len(self.rows), reader.tokens[: reader.seen]
-        parts = self._waiting.pop(reader.name, [])
+        row, tokens = len(self.rows), state.tokens[: state.observed]
+        features = self._waiting.pop(state.name, [])
+        missing = self._missing.pop(state.name, 0)
         self.drafter.add_row()
-        self.rows.append(reader)
-        missing = self._missing.pop(reader.name, 0)
+        self.rows.append(state)
         if self._store is not None:
-            self._store.add_row(tokens, parts)
+            self._store.add_row(tokens, _no_columns, features)
         if not self.drafter.feature_layers:
             self.drafter.observe(row, tokens, None)
             return
-        # Drafters that read text alone are told all of it; what features are missing shifts a network's positions,
-        # which it takes relative to each other.
+        # Drafters that read text alone get all of it. Without its first features a network's positions are shifted,
+        # which changes nothing: they count relative to each other.
         for part in parts_of(self.drafter):
             if missing and not part.feature_layers:
                 part.observe(row, tokens[:missing], None)
-        if parts:
-            self.drafter.observe(row, tokens[missing:], torch.cat(parts))
+        if features:
+            self.drafter.observe(row, tokens[missing:], torch.cat(features))
 
-    def leave(self, reader: Reader) -> None:
-        """Forget a request that is finished or preempted; what its text leaves is kept within bounds."""
-        self._waiting.pop(reader.name, None)
-        self._missing.pop(reader.name, None)
-        row = self._row(reader)
+    def drop(self, state: RequestState) -> None:
+        """Forget a request that is finished or preempted; features of its text are kept."""
+        self._waiting.pop(state.name, None)
+        self._missing.pop(state.name, None)
+        row = self._row(state)
         if row is not None:
             if self._store is not None:
-                self._store.drop_row(row, reader.tokens[: reader.seen])
+                self._store.drop_row(row, state.tokens[: state.observed], _no_columns)
             self.drafter.drop_row(row)
             drop_row(self.rows, row)
-        reader.seen, reader.fresh = 0, True
+        state.observed, state.fresh = 0, True
 
-    def _tell(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
-        self.drafter.observe(row, list(tokens), features)
-        if self._store is not None and features is not None:
-            self._store.observe(row, features)
+    def _row(self, state: RequestState) -> int | None:
+        return next((row for row, own in enumerate(self.rows) if own is state), None)
 
-    def _row(self, reader: Reader) -> int | None:
-        return next((place for place, own in enumerate(self.rows) if own is reader), None)
+
+def _no_columns(start: int, stop: int) -> Columns:
+    """Return nothing: keys and values stay with vLLM."""
+    return []
+
+
+@dataclass
+class DraftCounters:
+    """Counts over all requests since the start.
+
+    Attributes:
+        steps: verifications of a request, of the root alone included.
+        drafted_steps: those with drafted nodes.
+        nodes: drafted nodes verified.
+        accepted: drafted nodes accepted.
+        accepted_per_depth: accepted nodes by their depth.
+        arms: verifications by how they were drafted for.
+        seconds: time by part of the step.
+    """
+
+    steps: int = 0
+    drafted_steps: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    accepted_per_depth: Counter[str] = field(default_factory=Counter)
+    arms: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    def count(self, nodes: int, accepted: int, arm: str) -> None:
+        """Count a verification of so many drafted nodes, whose path has `accepted` of them."""
+        self.steps += 1
+        self.drafted_steps += nodes > 0
+        self.nodes += nodes
+        self.accepted += accepted
+        self.accepted_per_depth.update(str(depth) for depth in range(1, accepted + 1))
+        self.arms[arm] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counters as plain JSON values."""
+        return {
+            name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()
+        }
+
+
+@dataclass(frozen=True)
+class DraftRound:
+    """Drafts that are to be verified.
+
+    Attributes:
+        names: of the requests.
+        plan: their trees.
+        seconds: time of drafting, by part.
+    """
+
+    names: list[str]
+    plan: Plan
+    seconds: dict[str, float]
+
+
+class DraftScheduler:
+    """Decides how each request is drafted for, step by step.
+
+    Args:
+        rows: the requests that have a row of the drafter, in its order; its owner keeps it up to date.
+        planner: asks the policy and the drafter.
+        clock: the planner's.
+        most_nodes: most drafted nodes of a request, e.g. 32.
+        most_tokens: tokens that a step may process, e.g. 2048.
+
+    Attributes:
+        counters: what was drafted, and what was accepted of it.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RequestState],
+        planner: Planner,
+        clock: Clock,
+        most_nodes: int,
+        most_tokens: int,
+    ) -> None:
+        self.counters = DraftCounters()
+        self._rows = rows
+        self._planner = planner
+        self._clock = clock
+        self._most_nodes = most_nodes
+        self._most_tokens = most_tokens
+        self._round: DraftRound | None = None
+        self._step = dict.fromkeys(PARTS, 0.0)
+        self._since = 0.0
+
+    def add_seconds(self, part: str, seconds: float) -> None:
+        """Add the time of a part of the step; "verify" begins a step."""
+        if part == "verify":
+            self._step = dict.fromkeys(PARTS, 0.0)
+        self._step[part] += seconds
+        self.counters.seconds[part] += seconds
+
+    def draft(
+        self, states: Sequence[RequestState], rows: Sequence[StepRow], verified: Mapping[str, Verified]
+    ) -> dict[str, list[int]]:
+        """Learn from a step, and draft for the next one.
+
+        Args:
+            states: the requests of the step, in the batch's order.
+            rows: their parts in it.
+            verified: their results by name; requests whose prompt is not through have none.
+
+        Returns:
+            The tokens of the nodes besides the root, by name of the request.
+        """
+        made, self._round = self._round, None
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        for state, row in zip(states, rows, strict=True):
+            if state.name in verified:
+                arm = OFF if state.drafted is None else state.arm
+                self.counters.count(row.size - 1, len(verified[state.name].path) - 1, str(arm))
+        if made is not None:
+            self._learn(
+                made, {state.name: row for state, row in zip(states, rows, strict=True)}, verified, elapsed
+            )
+        ready = {
+            state.name for state in states if state.name in verified and state.drafts and not state.ended
+        }
+        places = [place for place, state in enumerate(self._rows) if state.name in ready]
+        if not places:
+            return {}
+        before = dict(self._clock.seconds)
+        with self._clock("draft"):
+            # What the scheduler would cut off need not be drafted.
+            most = min(self._most_nodes, max(0, self._most_tokens // len(places) - 1))
+            plan = self._planner.plan(self._rows, most, places)
+        seconds = {part: self._clock.seconds[part] - before[part] for part in ("draft", "build")}
+        for part, spent in seconds.items():
+            self.counters.seconds[part] += spent
+        asked = [self._rows[place] for place in places]
+        self._round = DraftRound([state.name for state in asked], plan, seconds)
+        for index, state in enumerate(asked):
+            state.fresh = False
+            state.drafted, state.arm = plan.tree.row(index), plan.choices[index].arm
+        return {
+            state.name: state.drafted.tokens[0, 1:].tolist() for state in asked if state.drafted is not None
+        }
+
+    def _learn(
+        self, made: DraftRound, rows: Mapping[str, StepRow], verified: Mapping[str, Verified], elapsed: float
+    ) -> None:
+        """Tell the policy the result of a round that was verified as drafted, with nothing processed beside it."""
+        names, plan = made.names, made.plan
+        if not plan.decided or not rows.keys() == verified.keys() == set(names):
+            return
+        if [rows[name].size for name in names] != plan.tree.sizes:
+            return
+        seconds = {**self._step, **made.seconds}
+        # The scheduler's work, and whatever else a step takes, is part of a round as well.
+        seconds["commit"] = elapsed - sum(seconds[part] for part in ("draft", "build", "verify", "walk"))
+        paths = [verified[name].path for name in names]
+        self._planner.learn(plan, paths, [verified[name].tokens for name in names], seconds)

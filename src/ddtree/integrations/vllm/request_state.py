@@ -1,33 +1,46 @@
-"""What the worker knows of one request: its text, and how it is sampled and drafted for."""
+"""Requests as the worker sees them: their text, how they are sampled, and the walk down their tree."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ddtree.engine.planner import Planner, unmeasured
-from ddtree.integrations.vllm import requests
-from ddtree.integrations.vllm.settings import Settings
-from ddtree.integrations.vllm.trees import Nodes
+from ddtree.errors import DDTreeError
+from ddtree.integrations.vllm.settings import (
+    PluginSettings,
+    RequestFields,
+    sampling_params,
+    within_vocabulary,
+)
 from ddtree.policy import OFF
 from ddtree.sampling.sampler import Sampler
+from ddtree.tree import DraftTree, walk
+
+PADDING = -1
+"""Stands for no token in what vLLM's sampler returns."""
 
 
-class Reader:
-    """A request as the worker sees it, from its first step until it is finished.
+class RequestState:
+    """A request from its first step until it is finished.
 
     Args:
         name: the engine's id of it.
-        state: the runner's own record of it.
+        state: vLLM's record of it, a `CachedRequestState`.
         settings: of the worker.
-        vocab_size: of the logits.
-        planner: says what of its wishes for drafting can be had.
+        vocab_size: width of the logits.
+        planner: limits what the request asks of drafting to what can be had.
 
     Attributes:
         tokens: prompt and output; the last one chosen is not yet in the cache.
         request: how it is drafted for.
-        seen: tokens whose features were told, or are known to be missing.
-        drafted: the tree that the scheduler was sent last.
-        arm: how the last tree was drafted.
+        observed: tokens whose features the drafter has, or cannot have.
+        drafted: the tree that the scheduler was sent last, one row; None where nothing was drafted.
+        arm: how that tree was drafted.
         fresh: nothing was planned for it yet.
         ended: no token will be added.
 
@@ -35,25 +48,27 @@ class Reader:
         ConfigError: the request asks for what is not supported; the front end refuses such requests.
     """
 
-    def __init__(self, name: str, state: Any, settings: Settings, vocab_size: int, planner: Planner) -> None:
+    def __init__(
+        self, name: str, state: Any, settings: PluginSettings, vocab_size: int, planner: Planner
+    ) -> None:
         params = state.sampling_params
-        asked = requests.asked(params.extra_args)
-        sampling = requests.within(requests.sampling(params, asked), vocab_size)
+        fields = RequestFields.read(params.extra_args)
+        sampling = within_vocabulary(sampling_params(params, fields), vocab_size)
         self.name = name
         self.tokens: list[int] = [*state.prompt_token_ids, *state.output_token_ids]
         self.prompt_length = len(state.prompt_token_ids)
         self.sampler = Sampler(
             sampling, vocab_size, params.all_stop_token_ids, prompt_length=self.prompt_length
         )
-        drafting = settings.drafting.merged(asked.drafting)
+        drafting = settings.drafting.merged(fields.drafting)
         method, budget = drafting.method, drafting.budget
         if planner.policy is None:
             method, budget = unmeasured(method, budget)
         if budget != "auto":
             budget = min(budget, settings.nodes)
         self.request = planner.request(method, budget, drafting.depth, None, not sampling.greedy)
-        self.seen = 0
-        self.drafted: Nodes | None = None
+        self.observed = 0
+        self.drafted: DraftTree | None = None
         self.arm = OFF
         self.fresh = True
         self.ended = False
@@ -61,23 +76,93 @@ class Reader:
 
     @property
     def drafts(self) -> bool:
-        """Whether anything may be drafted for it."""
+        """Return whether anything may be drafted for it."""
         return self.request.method != "off"
 
     @property
     def left(self) -> int:
-        """Tokens that may still be chosen."""
+        """Return how many tokens may still be chosen."""
         return self.sampler.params.max_tokens - (len(self.tokens) - self.prompt_length)
 
-    def follow(self, state: Any) -> None:
-        """Take over the runner's record where it took tokens back."""
+    def synchronize(self, state: Any) -> None:
+        """Take over the text of vLLM's record where the engine took tokens back."""
         if len(self.tokens) != state.num_tokens:
             self.tokens = [*state.prompt_token_ids, *state.output_token_ids]
             self.drafted = None
 
-    def append(self, token: int) -> None:
-        """Take a chosen token."""
+    def sample_next(self, logits: Tensor) -> int:
+        """Choose the next token from raw logits [V] and append it; the likeliest one where its rules allow none."""
+        try:
+            token = self.sampler.choose(logits, self.tokens, committed=len(self.tokens))
+        except DDTreeError:
+            # An error would end the engine, and with it every request beside this one.
+            token = int(logits.float().nan_to_num().argmax())
         self.tokens.append(token)
         length = len(self.tokens) - self.prompt_length
         stops = token in self._stops and length >= self.sampler.params.min_tokens
         self.ended = stops or self.left <= 0
+        return token
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Result of a request's step.
+
+    Attributes:
+        path: accepted nodes, the root first.
+        tokens: chosen after each node of the path.
+    """
+
+    path: list[int]
+    tokens: list[int]
+
+
+def verify(state: RequestState, tree: DraftTree, logits: Tensor, room: int) -> Verified:
+    """Follow the target's own choices down a tree, and append them to the request's text.
+
+    Args:
+        state: the request; its text ends with the root.
+        tree: one row.
+        logits: raw, [N, V], after each node.
+        room: most tokens that the engine has room for, at least 1.
+    """
+    tokens: list[int] = []
+
+    def choose(_: list[int], nodes: list[int]) -> list[int]:
+        tokens.append(state.sample_next(logits[nodes[0]]))
+        return [PADDING if state.ended or len(tokens) >= room else tokens[-1]]
+
+    (path,) = walk(tree, choose)
+    return Verified(path, tokens)
+
+
+def sampler_output(
+    verified: Sequence[Verified], starts: Sequence[int], logits: Tensor, count: int | None, sampler: Any
+) -> tuple[Tensor, Any]:
+    """Return chosen tokens and their log-probabilities, as vLLM's sampler does.
+
+    Args:
+        verified: of all requests of the batch, in its order.
+        starts: place of each request's logits among `logits`.
+        logits: raw, [nodes of the step, V].
+        count: log-probabilities asked for beside the chosen token's, e.g. 5; None for none.
+        sampler: vLLM's.
+
+    Returns:
+        int32 [requests, most tokens of one], padded; and vLLM's log-probabilities of as many places, or None.
+    """
+    width = max(len(row.tokens) for row in verified)
+    padded = [row.tokens + [PADDING] * (width - len(row.tokens)) for row in verified]
+    tokens = torch.tensor(padded, dtype=torch.int32)
+    if count is None:
+        return tokens, None
+    # vLLM wants log-probabilities of padding as well: those of the root will do.
+    nodes = [
+        start + node
+        for row, start in zip(verified, starts, strict=True)
+        for node in row.path + [0] * (width - len(row.path))
+    ]
+    chosen = logits[torch.tensor(nodes)]
+    raw = sampler.logprobs_mode == "raw_logits"
+    scores = chosen.float() if raw else sampler.compute_logprobs(chosen)
+    return tokens, sampler.gather_logprobs(scores, count, tokens.flatten().clamp(min=0).to(torch.int64))

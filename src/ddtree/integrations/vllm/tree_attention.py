@@ -1,4 +1,4 @@
-"""Attention of draft trees over the engine's paged keys and values, beside the stock kernel for all other rows.
+"""Attention of draft trees over vLLM's paged keys and values, beside the stock kernel for all other rows.
 
 A tree's nodes lie in consecutive slots of the cache, at positions by depth, and each sees the committed tokens and its
 own ancestors. The stock CPU kernel takes no mask, so rows with trees are computed here, from one mask a step.
@@ -18,7 +18,8 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from ddtree.errors import UnsupportedModelError
-from ddtree.integrations.vllm.trees import Row
+from ddtree.integrations.vllm.trees import StepRow
+from ddtree.tree import ancestor_mask
 
 _SPREAD = 2
 """Rows share a batch as long as the longest has at most so many times the blocks of the shortest."""
@@ -27,35 +28,32 @@ _SCORES = 2**24
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Rows with trees that are computed together: R of them, N nodes, C blocks of S keys.
+class TreeBatch:
+    """Rows with trees that are computed together: R rows, N nodes, C blocks of S keys.
 
     Attributes:
-        places: int64 [R, N], each node's place among the step's tokens; the root's for padding. Of a single row, where
-            they stand side by side, a slice.
-        real: bool [R, N], which nodes are no padding; None where all are.
-        blocks: int64 [R * C] of the cache; those of a single row that lie side by side as a slice, which copies none.
+        places: int64 [R, N], each node's place among the step's tokens; a slice where there is one row. Padding repeats
+            the root, whose result it repeats.
+        blocks: int64 [R * C], blocks of the cache; a slice, which copies nothing, where those of a single row lie side
+            by side.
         bias: float32 [R, C, 1, 1, N, S], 0 for the keys that a node sees and -inf for others.
     """
 
     places: Tensor | slice
-    real: Tensor | None
     blocks: Tensor | slice
     bias: Tensor
 
 
-def batches(rows: Sequence[Row], block_table: Tensor, block_size: int) -> list[Batch]:
-    """The rows of a step in batches of about one length.
+def batches(rows: Sequence[StepRow], block_table: Tensor, block_size: int) -> list[TreeBatch]:
+    """Return the rows of a step in batches of about one length.
 
     Args:
-        rows: with trees.
+        rows: with trees, at least one.
         block_table: int [requests, blocks].
-        block_size: keys of a block.
+        block_size: keys of a block, e.g. 32.
     """
-    if not rows:
-        return []
-    ordered = sorted(rows, key=lambda row: row.base + len(row.nodes))
-    counts = [-(-(row.base + len(row.nodes)) // block_size) for row in ordered]
+    ordered = sorted(rows, key=lambda row: row.base + row.size)
+    counts = [-(-(row.base + row.size) // block_size) for row in ordered]
     made, first = [], 0
     for place in range(1, len(ordered) + 1):
         if place == len(ordered) or counts[place] > _SPREAD * counts[first]:
@@ -64,41 +62,35 @@ def batches(rows: Sequence[Row], block_table: Tensor, block_size: int) -> list[B
     return made
 
 
-def _batch(rows: Sequence[Row], blocks: int, block_table: Tensor, block_size: int) -> Batch:
-    widest = max(len(row.nodes) for row in rows)
-    places = torch.zeros((len(rows), widest), dtype=torch.int64)
-    real = torch.zeros((len(rows), widest), dtype=torch.bool)
-    hidden = torch.ones((len(rows), widest, blocks * block_size), dtype=torch.bool)
+def _batch(rows: Sequence[StepRow], blocks: int, block_table: Tensor, block_size: int) -> TreeBatch:
+    widest = max(row.size for row in rows)
+    places = torch.empty((len(rows), widest), dtype=torch.int64)
+    bias = torch.full((len(rows), widest, blocks * block_size), float("-inf"))
     for place, row in enumerate(rows):
-        count = len(row.nodes)
         places[place] = row.start
-        places[place, :count] += torch.arange(count)
-        real[place, :count] = True
-        hidden[place, :, : row.base + 1] = False
-        hidden[place, :count, row.base : row.base + count] = ~torch.tensor(row.nodes.visible())
-    bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    shaped = bias.view(len(rows), widest, blocks, block_size).transpose(1, 2)
+        places[place, : row.size] += torch.arange(row.size)
+        bias[place, :, : row.base + 1] = 0.0
+        bias[place, : row.size, row.base : row.base + row.size].masked_fill_(ancestor_mask(row.tree)[0], 0.0)
+    bias = bias.view(len(rows), widest, blocks, block_size).transpose(1, 2)[:, :, None, None].contiguous()
     table = block_table[[row.index for row in rows], :blocks].to(torch.int64)
     # Blocks beyond a shorter row's own are not seen, but they are read.
-    used = torch.arange(blocks) * block_size < torch.tensor([[row.base + len(row.nodes)] for row in rows])
+    used = torch.arange(blocks) * block_size < torch.tensor([[row.base + row.size] for row in rows])
     flat = torch.where(used, table, table[:, :1]).flatten()
-    seen = shaped[:, :, None, None].contiguous()
     if len(rows) > 1:
-        return Batch(places, None if bool(real.all()) else real, flat, seen)
-    first = int(flat[0])
-    adjacent = bool((flat == torch.arange(first, first + blocks)).all())
-    start = rows[0].start
-    return Batch(slice(start, start + widest), None, slice(first, first + blocks) if adjacent else flat, seen)
+        return TreeBatch(places, flat, bias)
+    start, first = rows[0].start, int(flat[0])
+    adjacent = torch.equal(flat, torch.arange(first, first + blocks))
+    return TreeBatch(slice(start, start + widest), slice(first, first + blocks) if adjacent else flat, bias)
 
 
 def keys_of(kv_cache: Tensor) -> Tensor:
-    """Keys of a layer's cache [blocks, Hkv, S, 2 * D], as they lie there: [blocks, Hkv, D, S]."""
+    """Return a view of the keys in a layer's cache [blocks, Hkv, S, 2 * D], as they lie there: [blocks, Hkv, D, S]."""
     blocks, heads, size, width = kv_cache.shape
     return kv_cache.view(blocks, heads, 2, width // 2, size)[:, :, 0]
 
 
 def values_of(kv_cache: Tensor) -> Tensor:
-    """Values of a layer's cache [blocks, Hkv, S, 2 * D]: [blocks, Hkv, S, D]."""
+    """Return a view of the values in a layer's cache [blocks, Hkv, S, 2 * D]: [blocks, Hkv, S, D]."""
     blocks, heads, size, width = kv_cache.shape
     return kv_cache.view(blocks, heads, 2, size, width // 2)[:, :, 1]
 
@@ -112,8 +104,8 @@ def move(kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     values[target, :, to] = values[source, :, at]
 
 
-def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
-    """Attention of a batch's nodes, summed in float32.
+def attend(query: Tensor, kv_cache: Tensor, batch: TreeBatch, scale: float) -> Tensor:
+    """Return the attention of a batch's nodes, summed in float32.
 
     Args:
         query: [tokens, Hq, D] of the whole step.
@@ -136,27 +128,17 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
         _weighted(own[:, :, head : head + step], keys, values, batch.bias, slice(head, head + step))
         for head in range(0, kept, step)
     ]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    out = torch.cat(parts, dim=1)
     return out.view(rows, heads, nodes, size).transpose(1, 2).to(kv_cache.dtype)
 
 
-def place(output: Tensor, found: Tensor, batch: Batch) -> None:
-    """Write what `attend` found into the output [tokens, Hq, D] of the whole step."""
-    if isinstance(batch.places, slice):
-        output[batch.places] = found[0]
-    elif batch.real is None:
-        output[batch.places] = found
-    else:
-        output[batch.places[batch.real]] = found[batch.real]
-
-
 def _gathered(stored: Tensor, blocks: Tensor | slice, rows: int) -> Tensor:
-    """[R, C, Hkv, ...]: the blocks of each row."""
+    """Return the blocks of each row, [R, C, Hkv, ...]."""
     return stored[blocks].unflatten(0, (rows, -1))
 
 
 def _weighted(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, heads: slice) -> Tensor:
-    """[R, h, G * N, D] of queries [R, 1, h, G * N, D]: blocks are multiplied one by one and weighed together."""
+    """Return [R, h, G * N, D] for queries [R, 1, h, G * N, D]: blocks are multiplied one by one, weighed together."""
     scores = query @ keys[:, :, heads].float()
     nodes = bias.shape[4]
     scores.unflatten(3, (-1, nodes)).add_(bias)
@@ -167,19 +149,19 @@ def _weighted(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, heads: 
 
 @dataclass
 class TreeMetadata(cpu_attn.CPUAttentionMetadata):
-    """The stock metadata of a step, and what its trees need.
+    """Metadata of a step with trees.
 
     Attributes:
-        batches: rows with trees.
+        trees: rows with trees.
         others: whether there are rows for the stock kernel.
     """
 
-    batches: Sequence[Batch] = ()
+    trees: Sequence[TreeBatch] = ()
     others: bool = True
 
 
 class TreeMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
-    """Makes `TreeMetadata`, into which the runner puts the step's trees."""
+    """Builds `TreeMetadata`, into which the runner puts the step's trees."""
 
     isa: str
 
@@ -195,7 +177,7 @@ class TreeMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
 
 
 class TreeAttention(cpu_attn.CPUAttentionBackendImpl):
-    """The stock attention, except for rows with trees."""
+    """Attention by the stock kernel, except for rows with trees."""
 
     def forward(
         self,
@@ -209,19 +191,19 @@ class TreeAttention(cpu_attn.CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        trees: Sequence[Batch] = getattr(attn_metadata, "batches", ())
+        trees: Sequence[TreeBatch] = getattr(attn_metadata, "trees", ())
         if not trees or attn_metadata.others:
             super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
         for batch in trees:
             found = attend(query.view(-1, self.num_heads, self.head_size), kv_cache, batch, self.scale)
-            place(output.view(-1, self.num_heads, self.head_size), found, batch)
+            output.view(-1, self.num_heads, self.head_size)[batch.places] = found
         return output
 
 
 class TreeBackend(cpu_attn.CPUAttentionBackend):
-    """The backend that the engine's platform asks for by the name CPU_ATTN."""
+    """Backend for the name CPU_ATTN, which vLLM's CPU platform always asks for."""
 
     @staticmethod
     def get_impl_cls() -> type[TreeAttention]:
@@ -244,7 +226,7 @@ def check_layout(kv_cache: Tensor, isa: str) -> None:
 
     Args:
         kv_cache: of a layer; its shape and dtype are tried on a small cache of the same kind.
-        isa: how the engine's kernels lay blocks out.
+        isa: name of the layout that vLLM's kernels use, e.g. "vec".
     """
     _, heads, size, width = kv_cache.shape
     trial = torch.zeros((2, heads, size, width), dtype=kv_cache.dtype)
@@ -264,10 +246,9 @@ def check_layout(kv_cache: Tensor, isa: str) -> None:
         )
 
 
-def with_trees(metadata: TreeMetadata, rows: Sequence[Row], requests: int, block_size: int) -> TreeMetadata:
-    """The metadata of a step of so many requests, whose rows with trees are given."""
-    return replace(
-        metadata,
-        batches=batches(rows, metadata.block_table, block_size),
-        others=len(rows) < requests,
-    )
+def with_trees(
+    metadata: TreeMetadata, rows: Sequence[StepRow], requests: int, block_size: int
+) -> TreeMetadata:
+    """Return the metadata of a step with so many requests, among them `rows` with trees, at least one."""
+    trees = batches(rows, metadata.block_table, block_size)
+    return replace(metadata, trees=trees, others=len(rows) < requests)

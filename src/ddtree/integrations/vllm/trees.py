@@ -1,83 +1,65 @@
-"""Draft trees as they travel through the engine: its scheduler knows flat lists of tokens, the worker their shape."""
+"""Draft trees as they travel through vLLM: its scheduler sends flat lists of tokens, their shape stays in the worker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ddtree.tree import DraftTree
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """One request's tree, the root first, parents before their children.
+def chain(tokens: Sequence[int]) -> DraftTree:
+    """Return one row with a single path of tokens, e.g. [5, 6, 7]; the root's token comes first."""
+    depths = torch.arange(len(tokens))[None]
+    return DraftTree(
+        torch.tensor([list(tokens)]), (depths - 1).clamp(min=0), depths, -depths.float(), [len(tokens)]
+    )
 
-    Attributes:
-        tokens: of each node; the root's is the last that was chosen.
-        parents: index of each node's parent; 0 for the root.
-        depths: of each node; 0 for the root.
+
+def as_scheduled(tree: DraftTree | None, root: int, drafted: Sequence[int]) -> DraftTree:
+    """Return the tree of the tokens that the scheduler sent for a request.
+
+    Args:
+        tree: one row, as it was drafted for the request; None where nothing was.
+        root: the request's last token.
+        drafted: what the scheduler sent. It may cut the list of a tree, which leaves a smaller tree, since parents come
+            before their children.
+
+    Returns:
+        The drafted tree, cut as the list is; a chain where the list is not the drafted one.
     """
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-
-    @staticmethod
-    def of(tree: DraftTree, row: int) -> Nodes:
-        """One row of a batch of trees, without padding."""
-        size = tree.sizes[row]
-        return Nodes(*(part[row, :size].tolist() for part in (tree.tokens, tree.parents, tree.depths)))
-
-    @staticmethod
-    def chain(tokens: Sequence[int]) -> Nodes:
-        """A single path."""
-        places = range(len(tokens))
-        return Nodes(list(tokens), [max(0, place - 1) for place in places], list(places))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether it is a single path, which causal attention and linear positions serve."""
-        return self.depths == list(range(len(self)))
-
-    def as_scheduled(self, root: int, drafted: Sequence[int]) -> Nodes:
-        """The tree of what the scheduler sent: this one, cut as the list is, or else a chain of what is new to it."""
-        if self.tokens[0] == root and self.tokens[1 : len(drafted) + 1] == list(drafted):
-            count = len(drafted) + 1
-            return Nodes(self.tokens[:count], self.parents[:count], self.depths[:count])
-        return Nodes.chain([root, *drafted])
-
-    def visible(self) -> list[list[bool]]:
-        """Which nodes each node sees: itself and its ancestors."""
-        rows: list[list[bool]] = []
-        for node, parent in enumerate(self.parents):
-            row = [False] * len(self) if node == 0 else list(rows[parent])
-            row[node] = True
-            rows.append(row)
-        return rows
+    tokens = [root, *drafted]
+    if tree is not None and tree.tokens[0, : len(tokens)].tolist() == tokens:
+        return tree.truncate([len(drafted)])
+    return chain(tokens)
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """A request's part in a step.
 
     Attributes:
-        index: in the batch.
-        start: of its nodes, the root first, among the step's tokens.
-        logits: of its nodes' logits among those of the step.
-        base: absolute position of the root; so many tokens stand before it.
-        nodes: its tree; the root alone where nothing was drafted.
+        index: place of the request in the batch.
+        start: place of the root among the step's tokens; the other nodes follow it.
+        logits: place of the root's logits among those of the step; the other nodes' follow.
+        base: absolute position of the root, so the number of tokens before it.
+        tree: one row; the root alone where nothing was drafted.
     """
 
     index: int
     start: int
     logits: int
     base: int
-    nodes: Nodes
+    tree: DraftTree
+
+    @property
+    def size(self) -> int:
+        """Return the number of nodes, root included."""
+        return self.tree.sizes[0]
 
     @property
     def branched(self) -> bool:
-        """Whether it needs an attention of its own."""
-        return not self.nodes.is_chain
+        """Return whether the tree is no single path: causal attention and linear positions serve a path."""
+        return int(self.tree.depths.max()) + 1 < self.size
