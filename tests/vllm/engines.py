@@ -14,9 +14,8 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import tiny
-from ddtree.integrations.vllm import model_runner as runner
-from ddtree.integrations.vllm import tree_attention as attention
-from ddtree.integrations.vllm.settings import Drafting, Settings
+from ddtree.integrations.vllm import model_runner, tree_attention
+from ddtree.integrations.vllm.settings import DraftingSettings, PluginSettings
 
 # vLLM's kernels for CPUs want heads of 32 at least.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -36,11 +35,11 @@ Load = Callable[[Any, Any], Any]
 @contextmanager
 def engine(model: Any, load: Load | None = None, **arguments: Any) -> Iterator[LLM]:
     """A tiny model in float32, stock where there is no drafter to load."""
-    drafting = Drafting(
+    drafting = DraftingSettings(
         arguments.pop("method", "tree"), arguments.pop("budget", NODES), arguments.pop("depth", 16)
     )
     fields = {name: arguments.pop(name) for name in ("nodes", "feature_bytes") if name in arguments}
-    own = Settings(
+    own = PluginSettings(
         drafter=arguments.pop("drafter", "lookup"), drafting=drafting, **{"nodes": NODES, **fields}
     )
     given = {} if load is None else own.engine_arguments()
@@ -57,8 +56,8 @@ def engine(model: Any, load: Load | None = None, **arguments: Any) -> Iterator[L
     }
     with pytest.MonkeyPatch.context() as patch:
         if load is not None:
-            patch.setattr(runner, "load_drafter", load)
-            attention.register()
+            patch.setattr(model_runner, "load_drafter", load)
+            tree_attention.register()
         else:
             AttentionBackendEnum.CPU_ATTN.clear_override()
             selector._cached_get_attn_backend.cache_clear()

@@ -131,7 +131,7 @@ def test_requests_that_are_given_up_leave_the_others_and_nothing_else(known):
         assert answers(made, PROMPTS[:1], params(1)) == [known[1][0][:1]]
         worker = core.engine_core.engine_core.model_executor.driver_worker
         runner = getattr(worker, "worker", worker).model_runner
-        assert len(runner.readers) == len(runner.drafting.rows) == 1
+        assert len(runner.states) == len(runner._drafter_rows.rows) == 1
     assert (found["a"], found["d"]) == (known[1][0], known[1][3])
 
 

@@ -10,7 +10,7 @@ import tiny
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
-from ddtree.integrations.vllm import model_runner as runner
+from ddtree.integrations.vllm import model_runner
 from ddtree.model.target import Target
 from scripted import Scripted
 
@@ -73,7 +73,7 @@ def test_a_network_thinks_what_it_would_of_the_same_text_told_anew(known):
 
 def test_features_of_rejected_nodes_would_show(known, monkeypatch):
     monkeypatch.setattr(
-        runner, "_accepted", lambda row, found: list(range(row.start, row.start + len(found.path)))
+        model_runner, "_accepted", lambda row, found: list(range(row.start, row.start + len(found.path)))
     )
     watched = Watched(known)
     with engine(known[0], watched) as made:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from ddtree import stats
-from ddtree.integrations.vllm import model_runner as runner
-from ddtree.integrations.vllm import planning
-from ddtree.integrations.vllm import timers as stand
+from ddtree.integrations.vllm import drafting, model_runner, timers
 from ddtree.policy import Policy, measure, stands, store
 from scripted import Scripted
 
@@ -41,7 +38,7 @@ def priced(monkeypatch, tmp_path):
     """Gives a forward pass of so many tokens, and a draft, a price in seconds; returns the clock."""
 
     def price(forward, draft):
-        clock, run, drafted = Clock(), runner.TreeRunner._model_forward, Scripted.draft
+        clock, run, drafted = Clock(), model_runner.TreeRunner._model_forward, Scripted.draft
 
         def model_forward(self, input_ids=None, *args, **kwargs):
             clock.now += forward(len(input_ids))
@@ -52,9 +49,9 @@ def priced(monkeypatch, tmp_path):
             return drafted(self, rows, own)
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(runner.TreeRunner, "_model_forward", model_forward)
+        monkeypatch.setattr(model_runner.TreeRunner, "_model_forward", model_forward)
         monkeypatch.setattr(Scripted, "draft", drafts)
-        for module in (stats, measure, stands, planning, runner, stand):
+        for module in (stats, measure, stands, drafting, model_runner, timers):
             monkeypatch.setattr(module, "time", clock)
         return clock
 
@@ -88,35 +85,6 @@ def test_auto_measures_decides_and_learns(known, monkeypatch, priced):
     widths = {point.width for point in latencies[0].points}
     assert {1, 2, 9, 17} <= widths and max(widths) <= 17
     assert latencies[0].covers(["scripted"])
-
-
-class Uneven(Scripted):
-    """Proposes for one text alone."""
-
-    def _tree(self, row):
-        return super()._tree(row if row.tokens[:5] == self.texts[0][:5] else replace(row, depth=0))
-
-
-def test_a_step_of_uneven_trees_is_told_as_if_all_were_as_large(known, monkeypatch, priced):
-    def price(tokens):
-        return 0.02 + 5e-4 * tokens
-
-    priced(price, draft=1e-4)
-    told = []
-    learn = Policy.learn
-
-    def watched(self, tree, paths, answers, seconds):
-        told.append((tree.sizes, seconds["verify"]))
-        return learn(self, tree, paths, answers, seconds)
-
-    monkeypatch.setattr(Policy, "learn", watched)
-    texts = [prompt + text for prompt, text in zip(PROMPTS, known[1], strict=True)]
-    with engine(known[0], lambda spec, target: Uneven(texts), method="auto", budget=8) as made:
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-    uneven = [(sizes, seconds) for sizes, seconds in told if len(sizes) == 4 and max(sizes) > 4]
-    assert uneven and all(sorted(sizes)[:3] == [1, 1, 1] for sizes, _ in uneven)
-    for sizes, seconds in uneven:
-        assert seconds == pytest.approx(price(4 * max(sizes)), rel=0.1)
 
 
 def test_drafts_that_never_come_true_are_given_up(known, priced):
@@ -218,9 +186,9 @@ def test_a_drafter_that_fails_at_an_end_costs_no_text(known):
 )
 def test_another_release_or_way_to_compile_is_timed_anew(other, monkeypatch):
     def place(version, mode):
-        monkeypatch.setattr(stand.vllm, "__version__", version)
+        monkeypatch.setattr(timers.vllm, "__version__", version)
         config = SimpleNamespace(compilation_config=SimpleNamespace(mode=mode))
-        return store.path({"target": "llama", "runtime": stand.runtime(config)})
+        return store.path({"target": "llama", "runtime": timers.runtime(config)})
 
     here = vllm.__version__, CompilationMode.NONE
     assert place(*here) == place(*here) != place(*other)

@@ -1,4 +1,4 @@
-"""Draft trees as they travel through vLLM: its scheduler sends flat lists of tokens, their shape stays in the worker."""
+"""Draft trees as they travel through vLLM: its scheduler sends flat lists of tokens, the worker keeps their shape."""
 
 from __future__ import annotations
 
