@@ -65,12 +65,6 @@ def test_each_node_sees_the_text_and_its_ancestors(bases):
     check(bases, trees, torch.float32, 1e-5)
 
 
-@pytest.mark.parametrize("scores", [1, 4000])
-def test_a_few_heads_at_a_time_give_the_same(monkeypatch, scores):
-    monkeypatch.setattr(attention, "_SCORES", scores)
-    check([7, 70], [TREE, TREE], torch.float32, 1e-5)
-
-
 def test_in_half_precision():
     check([33, 70], [TREE, TREE], torch.bfloat16, 2e-2)
 

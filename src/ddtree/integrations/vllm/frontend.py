@@ -8,11 +8,13 @@ too: a stream has begun its answer by the time vLLM checks a request.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ddtree.errors import ConfigError
 from ddtree.integrations.vllm.settings import (
@@ -32,11 +34,6 @@ except ImportError:
     # The middleware needs nothing of vLLM.
     LogitsProcessor = object
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Counts = Mapping[str, float | Mapping[str, float]]
 
 METRICS = "/ddtree/metrics"
@@ -103,7 +100,7 @@ class Middleware:
         app: the server without it.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -247,5 +244,5 @@ def _vocabulary(scope: Scope) -> int | None:
 
 
 def _is_json(scope: Scope) -> bool:
-    kinds = [value for name, value in scope["headers"] if name.lower() == b"content-type"]
-    return any(kind.split(b";")[0].strip().lower() == b"application/json" for kind in kinds)
+    kind = Headers(scope=scope).get("content-type", "")
+    return kind.partition(";")[0].strip().lower() == "application/json"

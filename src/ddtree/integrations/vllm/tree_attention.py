@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from vllm import _custom_ops as ops
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import cpu_attn
@@ -23,20 +24,18 @@ from ddtree.tree import ancestor_mask
 
 _SPREAD = 2
 """Rows share a batch as long as the longest has at most so many times the blocks of the shortest."""
-_SCORES = 2**24
-"""Scores held at once; more nodes times keys are computed a few heads at a time."""
 
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Rows with trees that are computed together: R rows, N nodes, C blocks of S keys.
+    """Rows with trees that are computed together: R rows, N nodes, C blocks, L keys.
 
     Attributes:
         places: int64 [R, N], each node's place among the step's tokens; a slice where there is one row. Padding repeats
             the root, whose result it repeats.
         blocks: int64 [R * C], blocks of the cache; a slice, which copies nothing, where those of a single row lie side
             by side.
-        bias: float32 [R, C, 1, 1, N, S], 0 for the keys that a node sees and -inf for others.
+        bias: float32 [R, 1, N, L], 0 for the keys that a node sees and -inf for others.
     """
 
     places: Tensor | slice
@@ -65,13 +64,13 @@ def batches(rows: Sequence[StepRow], block_table: Tensor, block_size: int) -> li
 def _batch(rows: Sequence[StepRow], blocks: int, block_table: Tensor, block_size: int) -> TreeBatch:
     widest = max(row.size for row in rows)
     places = torch.empty((len(rows), widest), dtype=torch.int64)
-    bias = torch.full((len(rows), widest, blocks * block_size), float("-inf"))
+    bias = torch.full((len(rows), 1, widest, blocks * block_size), float("-inf"))
     for place, row in enumerate(rows):
         places[place] = row.start
         places[place, : row.size] += torch.arange(row.size)
-        bias[place, :, : row.base + 1] = 0.0
-        bias[place, : row.size, row.base : row.base + row.size].masked_fill_(ancestor_mask(row.tree)[0], 0.0)
-    bias = bias.view(len(rows), widest, blocks, block_size).transpose(1, 2)[:, :, None, None].contiguous()
+        bias[place, 0, :, : row.base + 1] = 0.0
+        own = bias[place, 0, : row.size, row.base : row.base + row.size]
+        own.masked_fill_(ancestor_mask(row.tree)[0], 0.0)
     table = block_table[[row.index for row in rows], :blocks].to(torch.int64)
     # Blocks beyond a shorter row's own are not seen, but they are read.
     used = torch.arange(blocks) * block_size < torch.tensor([[row.base + row.size] for row in rows])
@@ -111,40 +110,26 @@ def attend(query: Tensor, kv_cache: Tensor, batch: TreeBatch, scale: float) -> T
         query: [tokens, Hq, D] of the whole step.
         kv_cache: of a layer, with the step's own keys and values written.
         batch: the rows.
-        scale: of the scores.
+        scale: of the scores, e.g. 0.125.
 
     Returns:
         [R, N, Hq, D], of the cache's dtype.
     """
-    rows, nodes = len(batch.bias), batch.bias.shape[4]
-    heads, size = query.shape[1:]
+    rows, _, nodes, _ = batch.bias.shape
     kept = kv_cache.shape[1]
-    own = query[batch.places].view(rows, nodes, kept, heads // kept, size).float() * scale
-    own = own.permute(0, 2, 3, 1, 4).reshape(rows, 1, kept, -1, size)
-    keys = _gathered(keys_of(kv_cache), batch.blocks, rows)
-    values = _gathered(values_of(kv_cache), batch.blocks, rows)
-    step = max(1, _SCORES // max(1, batch.bias.numel() * (heads // kept)))
-    parts = [
-        _weighted(own[:, :, head : head + step], keys, values, batch.bias, slice(head, head + step))
-        for head in range(0, kept, step)
-    ]
-    out = torch.cat(parts, dim=1)
-    return out.view(rows, heads, nodes, size).transpose(1, 2).to(kv_cache.dtype)
-
-
-def _gathered(stored: Tensor, blocks: Tensor | slice, rows: int) -> Tensor:
-    """Return the blocks of each row, [R, C, Hkv, ...]."""
-    return stored[blocks].unflatten(0, (rows, -1))
-
-
-def _weighted(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, heads: slice) -> Tensor:
-    """Return [R, h, G * N, D] for queries [R, 1, h, G * N, D]: blocks are multiplied one by one, weighed together."""
-    scores = query @ keys[:, :, heads].float()
-    nodes = bias.shape[4]
-    scores.unflatten(3, (-1, nodes)).add_(bias)
-    weights = scores.sub_(scores.amax(dim=(1, 4), keepdim=True)).exp_()
-    total = weights.sum(dim=(1, 4))[..., None]
-    return (weights @ values[:, :, heads].float()).sum(dim=1) / total
+    # The queries of all heads that share keys become rows of one matrix: [R, Hkv, G * N, D].
+    own = query[batch.places].view(rows, nodes, kept, -1, query.shape[2]).permute(0, 2, 3, 1, 4)
+    groups = own.shape[2]
+    keys = keys_of(kv_cache)[batch.blocks].unflatten(0, (rows, -1)).permute(0, 2, 1, 4, 3)
+    values = values_of(kv_cache)[batch.blocks].unflatten(0, (rows, -1)).transpose(1, 2)
+    out = scaled_dot_product_attention(
+        own.flatten(2, 3).float(),
+        keys.flatten(2, 3).float(),
+        values.flatten(2, 3).float(),
+        attn_mask=batch.bias.repeat(1, 1, groups, 1),
+        scale=scale,
+    )
+    return out.unflatten(2, (groups, nodes)).flatten(1, 2).transpose(1, 2).to(kv_cache.dtype)
 
 
 @dataclass

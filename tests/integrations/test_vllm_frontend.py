@@ -4,7 +4,7 @@ import asyncio
 import json
 from types import SimpleNamespace
 
-from ddtree.integrations.vllm.frontend import METRICS, Middleware, Refusal
+from ddtree.integrations.vllm.frontend import METRICS, FieldError, Middleware
 
 WRONG = {"method": "x"}
 
@@ -29,7 +29,7 @@ async def mending(scope, receive, send):
     """Answers what cannot be read by itself, as FastAPI does."""
     try:
         await receive()
-    except Refusal:
+    except FieldError:
         await answer(send, 400, b"There was an error parsing the body")
 
 
@@ -48,7 +48,7 @@ def exchanged(incoming, app=echo, path="/v1/completions", method="POST", state=N
     async def send(message):
         outgoing.append(message)
 
-    headers = [(b"Content-Type", b"application/json"), (b"content-length", b"1000")]
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"1000")]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": state}
     asyncio.run(Middleware(app)(scope, receive, send))
     return outgoing, len(incoming) - len(waiting)
@@ -74,7 +74,7 @@ def test_requests_are_passed_on_changed():
 
 def test_the_app_is_told_no_length_that_is_another_one():
     async def app(scope, receive, send):
-        assert [name for name, _ in scope["headers"]] == [b"Content-Type"]
+        assert [name for name, _ in scope["headers"]] == [b"content-type"]
         await echo(scope, receive, send)
 
     assert asked(body(ddtree={}), app=app)[0] == 200

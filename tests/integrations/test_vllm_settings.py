@@ -6,16 +6,20 @@ from types import SimpleNamespace
 import pytest
 
 from ddtree.errors import ConfigError
-from ddtree.integrations.vllm import requests
-from ddtree.integrations.vllm.frontend import Refusal, translate
+from ddtree.integrations.vllm.frontend import FieldError, translate
+from ddtree.integrations.vllm.settings import (
+    REFUSED_FIELDS,
+    RequestFields,
+    refused_field,
+    sampling_params,
+    within_vocabulary,
+)
 from ddtree.sampling.noise import MAX_SEED
 
 PLAIN = dict(
-    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-    frequency_penalty=0.0, min_tokens=0, max_tokens=16, seed=None, logit_bias=None, structured_outputs=None,
-    allowed_token_ids=None, watermarking=None, thinking_token_budget=None, _bad_words_token_ids=None,
+    temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+    min_tokens=0, max_tokens=16, seed=None, _bad_words_token_ids=None, **dict.fromkeys(REFUSED_FIELDS),
 )  # fmt: skip
-DEFAULTS = SimpleNamespace(**PLAIN)
 
 
 def params(**fields):
@@ -34,14 +38,19 @@ def moved(**fields):
 
 
 def test_nothing_said_is_nothing_asked():
-    assert requests.asked(None) == requests.asked({}) == requests.asked({"other": 1}) == requests.Asked()
+    assert (
+        RequestFields.read(None)
+        == RequestFields.read({})
+        == RequestFields.read({"other": 1})
+        == RequestFields()
+    )
 
 
 @pytest.mark.parametrize("write", [lambda said: said, json.dumps], ids=["object", "text"])
 def test_an_object_and_its_json_text_ask_for_the_same(write):
     said = {"method": "tree", "budget": 24, "min_p": 0.1, "logit_bias": {"42": -1.5}}
-    asked = requests.asked({"ddtree": write(said)})
-    assert asked == requests.Asked({"method": "tree", "budget": 24}, 0.1, {42: -1.5})
+    asked = RequestFields.read({"ddtree": write(said)})
+    assert asked == RequestFields({"method": "tree", "budget": 24}, 0.1, {42: -1.5})
 
 
 @pytest.mark.parametrize(
@@ -61,12 +70,12 @@ def test_an_object_and_its_json_text_ask_for_the_same(write):
 )
 def test_what_is_wrong_is_named(said, named):
     with pytest.raises(ConfigError, match=named):
-        requests.asked({"ddtree": said})
+        RequestFields.read({"ddtree": said})
 
 
 def test_sampling_is_this_packages():
-    asked = requests.Asked({}, 0.05, {3: 2.0})
-    drawn = requests.sampling(
+    asked = RequestFields({}, 0.05, {3: 2.0})
+    drawn = sampling_params(
         params(
             temperature=0.7, top_k=-1, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, seed=-1,
             min_tokens=2, _bad_words_token_ids=[[5, 6]],
@@ -79,37 +88,37 @@ def test_sampling_is_this_packages():
 
 
 def test_a_request_without_an_end_has_the_longest():
-    assert requests.sampling(params(max_tokens=None), requests.Asked()).max_tokens > 10**9
+    assert sampling_params(params(max_tokens=None), RequestFields()).max_tokens > 10**9
 
 
 def test_what_cannot_be_kept_exact_is_the_requests_error():
     with pytest.raises(ConfigError, match="presence_penalty"):
-        requests.sampling(params(presence_penalty=5.0), requests.Asked())
+        sampling_params(params(presence_penalty=5.0), RequestFields())
 
 
 def test_fields_that_trees_do_not_know_are_named_unless_they_ask_for_nothing():
-    names = tuple(PLAIN)
-    assert requests.unsupported(params(temperature=1.0, seed=3), DEFAULTS, names) is None
-    assert requests.unsupported(params(watermarking=False, allowed_token_ids=[]), DEFAULTS, names) is None
-    name, message = requests.unsupported(params(structured_outputs=object()), DEFAULTS, names)
+    assert refused_field(params(temperature=1.0, seed=3)) is None
+    assert refused_field(params(watermarking=False, allowed_token_ids=[])) is None
+    name, message = refused_field(params(structured_outputs=object()))
     assert name == "structured_outputs" and "grammar" in message
-    name, message = requests.unsupported(params(allowed_token_ids=[1]), DEFAULTS, names)
+    name, message = refused_field(params(allowed_token_ids=[1]))
     assert name == "allowed_token_ids" and "logit_bias" in message
-    name, _ = requests.unsupported(params(thinking_token_budget=0), DEFAULTS, names)
-    assert name == "thinking_token_budget"
+    for name in REFUSED_FIELDS:
+        assert refused_field(params(**{name: 1}))[0] == name
+    assert refused_field(params(thinking_token_budget=0))[0] == "thinking_token_budget"
 
 
 def test_token_ids_that_the_model_lacks_are_left_out():
-    drawn = requests.sampling(
-        params(_bad_words_token_ids=[[5], [3, 64]]), requests.Asked({}, 0.0, {63: 1.0, 64: 2.0})
+    drawn = sampling_params(
+        params(_bad_words_token_ids=[[5], [3, 64]]), RequestFields({}, 0.0, {63: 1.0, 64: 2.0})
     )
-    kept = requests.within(drawn, 64)
+    kept = within_vocabulary(drawn, 64)
     assert kept.logit_bias == {63: 1.0} and kept.bad_words == ((5,),)
 
 
 def test_text_nested_too_deeply_is_the_requests_error():
     with pytest.raises(ConfigError, match="object"):
-        requests.asked({"ddtree": "[" * 100_000})
+        RequestFields.read({"ddtree": "[" * 100_000})
 
 
 def test_requests_that_say_nothing_of_drafting_are_not_touched():
@@ -161,13 +170,13 @@ def test_arguments_that_are_no_object_stay_for_vllm_to_refuse(arguments):
     ],
 )
 def test_what_is_wrong_in_a_request_is_refused_with_its_field(fields, param):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(FieldError) as refused:
         translate(body(**fields))
-    assert refused.value.param == param
+    assert refused.value.field == param
 
 
 def test_a_bias_of_a_token_that_the_model_lacks_is_refused():
     assert translate(body(logit_bias={"63": 1}), 64)
-    with pytest.raises(Refusal, match="logit_bias names token 64") as refused:
+    with pytest.raises(FieldError, match="logit_bias names token 64") as refused:
         translate(body(logit_bias={"64": 1}), 64)
-    assert refused.value.param == "logit_bias"
+    assert refused.value.field == "logit_bias"
