@@ -36,16 +36,16 @@ class FixedPlanner:
 @pytest.fixture
 def step(monkeypatch):
     """Run one step of some requests on a scheduler; time stands still but for what the step takes."""
-    planner, clock = FixedPlanner(), SimpleNamespace(now=0.0)
+    planner, seconds, clock = FixedPlanner(), Clock(), SimpleNamespace(now=0.0)
     monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     states = {
         name: SimpleNamespace(name=name, drafts=True, ended=False, drafted=None, arm=OFF) for name in "ab"
     }
-    scheduler = DraftScheduler(list(states.values()), planner, Clock(), most_nodes=16, most_tokens=1024)
+    scheduler = DraftScheduler(list(states.values()), planner, seconds, most_nodes=16, most_tokens=1024)
 
     def run(verified, names="ab", trees=TREES):
         clock.now += 0.5
-        scheduler.add_seconds("verify", 0.25)
+        seconds.seconds["verify"] += 0.25
         rows = [StepRow(index, 0, 0, 10, tree) for index, tree in enumerate(trees)]
         return scheduler.draft([states[name] for name in names], rows, verified)
 

@@ -7,12 +7,12 @@ import pytest
 
 from ddtree.errors import ConfigError
 from ddtree.integrations.vllm.frontend import FieldError, translate
+from ddtree.integrations.vllm.request_state import within_vocabulary
 from ddtree.integrations.vllm.settings import (
     REFUSED_FIELDS,
     RequestFields,
     refused_field,
     sampling_params,
-    within_vocabulary,
 )
 from ddtree.sampling.noise import MAX_SEED
 

@@ -41,9 +41,6 @@ class DrafterRows:
         self._store: PrefixStore | None = None
         if drafter.feature_layers and feature_bytes:
             self._store = PrefixStore(feature_bytes, features=True)
-        # Features of prompts that are not through, and how many of a text's first tokens have none.
-        self._waiting: dict[str, list[Tensor]] = {}
-        self._missing: dict[str, int] = {}
 
     def resume(self, state: RequestState, base: int) -> None:
         """Begin, or resume, a request whose first `base` tokens vLLM has in its cache."""
@@ -52,8 +49,8 @@ class DrafterRows:
         found = self._store.find(state.tokens[:base]) if self._store is not None else []
         parts = [part.features.clone() for part in found if part.features is not None]
         whole = sum(map(len, parts)) == base
-        self._waiting[state.name] = parts if whole else []
-        self._missing[state.name] = 0 if whole else base
+        state.features = parts if whole else []
+        state.missing = 0 if whole else base
         state.observed = base
 
     def observe(self, state: RequestState, base: int, count: int, features: Tensor | None) -> None:
@@ -70,15 +67,14 @@ class DrafterRows:
             if self._store is not None:
                 self._store.observe(row, features)
         elif features is not None:
-            self._waiting.setdefault(state.name, []).append(features)
+            state.features.append(features)
 
     def add(self, state: RequestState) -> None:
         """Open a row for a request whose prompt is processed; do nothing where it has one."""
         if self._row(state) is not None:
             return
         row, tokens = len(self.rows), state.tokens[: state.observed]
-        features = self._waiting.pop(state.name, [])
-        missing = self._missing.pop(state.name, 0)
+        features, state.features = state.features, []
         self.drafter.add_row()
         self.rows.append(state)
         if self._store is not None:
@@ -89,22 +85,20 @@ class DrafterRows:
         # Drafters that read text alone get all of it. Without its first features a network's positions are shifted,
         # which changes nothing: they count relative to each other.
         for part in parts_of(self.drafter):
-            if missing and not part.feature_layers:
-                part.observe(row, tokens[:missing], None)
+            if state.missing and not part.feature_layers:
+                part.observe(row, tokens[: state.missing], None)
         if features:
-            self.drafter.observe(row, tokens[missing:], torch.cat(features))
+            self.drafter.observe(row, tokens[state.missing :], torch.cat(features))
 
     def drop(self, state: RequestState) -> None:
         """Forget a request that is finished or preempted; features of its text are kept."""
-        self._waiting.pop(state.name, None)
-        self._missing.pop(state.name, None)
         row = self._row(state)
         if row is not None:
             if self._store is not None:
                 self._store.drop_row(row, state.tokens[: state.observed], _no_columns)
             self.drafter.drop_row(row)
             drop_row(self.rows, row)
-        state.observed, state.fresh = 0, True
+        state.observed, state.missing, state.features, state.fresh = 0, 0, [], True
 
     def _row(self, state: RequestState) -> int | None:
         return next((row for row, own in enumerate(self.rows) if own is state), None)
@@ -120,22 +114,22 @@ class DraftCounters:
     """Counts over all requests since the start.
 
     Attributes:
+        seconds: time by part of the step.
         steps: verifications of a request, of the root alone included.
         drafted_steps: those with drafted nodes.
         nodes: drafted nodes verified.
         accepted: drafted nodes accepted.
         accepted_per_depth: accepted nodes by their depth.
         arms: verifications by how they were drafted for.
-        seconds: time by part of the step.
     """
 
+    seconds: dict[str, float]
     steps: int = 0
     drafted_steps: int = 0
     nodes: int = 0
     accepted: int = 0
     accepted_per_depth: Counter[str] = field(default_factory=Counter)
     arms: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def count(self, nodes: int, accepted: int, arm: str) -> None:
         """Count a verification of so many drafted nodes, whose path has `accepted` of them."""
@@ -153,28 +147,13 @@ class DraftCounters:
         }
 
 
-@dataclass(frozen=True)
-class DraftRound:
-    """Drafts that are to be verified.
-
-    Attributes:
-        names: of the requests.
-        plan: their trees.
-        seconds: time of drafting, by part.
-    """
-
-    names: list[str]
-    plan: Plan
-    seconds: dict[str, float]
-
-
 class DraftScheduler:
     """Decides how each request is drafted for, step by step.
 
     Args:
         rows: the requests that have a row of the drafter, in its order; its owner keeps it up to date.
         planner: asks the policy and the drafter.
-        clock: the planner's.
+        clock: the planner's; the runner adds the time of the other parts of a step.
         most_nodes: most drafted nodes of a request, e.g. 32.
         most_tokens: tokens that a step may process, e.g. 2048.
 
@@ -190,22 +169,21 @@ class DraftScheduler:
         most_nodes: int,
         most_tokens: int,
     ) -> None:
-        self.counters = DraftCounters()
+        self.counters = DraftCounters(clock.seconds)
         self._rows = rows
         self._planner = planner
         self._clock = clock
         self._most_nodes = most_nodes
         self._most_tokens = most_tokens
-        self._round: DraftRound | None = None
-        self._step = dict.fromkeys(PARTS, 0.0)
+        # Drafts that are to be verified: names of the requests, and their plan.
+        self._drafted: tuple[list[str], Plan] | None = None
         self._since = 0.0
+        self._seconds = dict(clock.seconds)
 
-    def add_seconds(self, part: str, seconds: float) -> None:
-        """Add the time of a part of the step; "verify" begins a step."""
-        if part == "verify":
-            self._step = dict.fromkeys(PARTS, 0.0)
-        self._step[part] += seconds
-        self.counters.seconds[part] += seconds
+    def reset_counters(self) -> None:
+        """Begin to count anew."""
+        self._clock.seconds.update(dict.fromkeys(PARTS, 0.0))
+        self.counters = DraftCounters(self._clock.seconds)
 
     def draft(
         self, states: Sequence[RequestState], rows: Sequence[StepRow], verified: Mapping[str, Verified]
@@ -220,51 +198,45 @@ class DraftScheduler:
         Returns:
             The tokens of the nodes besides the root, by name of the request.
         """
-        made, self._round = self._round, None
-        now = time.perf_counter()
-        elapsed, self._since = now - self._since, now
         for state, row in zip(states, rows, strict=True):
             if state.name in verified:
                 arm = OFF if state.drafted is None else state.arm
                 self.counters.count(row.size - 1, len(verified[state.name].path) - 1, str(arm))
-        if made is not None:
-            self._learn(
-                made, {state.name: row for state, row in zip(states, rows, strict=True)}, verified, elapsed
-            )
+        self._learn({state.name: row.size for state, row in zip(states, rows, strict=True)}, verified)
         ready = {
             state.name for state in states if state.name in verified and state.drafts and not state.ended
         }
         places = [place for place, state in enumerate(self._rows) if state.name in ready]
         if not places:
             return {}
-        before = dict(self._clock.seconds)
         with self._clock("draft"):
             # What the scheduler would cut off need not be drafted.
             most = min(self._most_nodes, max(0, self._most_tokens // len(places) - 1))
             plan = self._planner.plan(self._rows, most, places)
-        seconds = {part: self._clock.seconds[part] - before[part] for part in ("draft", "build")}
-        for part, spent in seconds.items():
-            self.counters.seconds[part] += spent
-        asked = [self._rows[place] for place in places]
-        self._round = DraftRound([state.name for state in asked], plan, seconds)
-        for index, state in enumerate(asked):
-            state.fresh = False
-            state.drafted, state.arm = plan.tree.row(index), plan.choices[index].arm
-        return {
-            state.name: state.drafted.tokens[0, 1:].tolist() for state in asked if state.drafted is not None
-        }
+        tokens = {}
+        for index, place in enumerate(places):
+            state, tree = self._rows[place], plan.tree.row(index)
+            state.fresh, state.drafted, state.arm = False, tree, plan.choices[index].arm
+            tokens[state.name] = tree.tokens[0, 1:].tolist()
+        self._drafted = list(tokens), plan
+        return tokens
 
-    def _learn(
-        self, made: DraftRound, rows: Mapping[str, StepRow], verified: Mapping[str, Verified], elapsed: float
-    ) -> None:
-        """Tell the policy the result of a round that was verified as drafted, with nothing processed beside it."""
-        names, plan = made.names, made.plan
-        if not plan.decided or not rows.keys() == verified.keys() == set(names):
+    def _learn(self, sizes: Mapping[str, int], verified: Mapping[str, Verified]) -> None:
+        """Tell the policy the result of a round that was verified as drafted, with nothing processed beside it.
+
+        A round lasts from one call to the next: its draft, its verification, and whatever else a step takes, such as
+        the scheduler's work.
+        """
+        drafted, self._drafted = self._drafted, None
+        now, before = time.perf_counter(), self._seconds
+        elapsed, self._since = now - self._since, now
+        self._seconds = dict(self._clock.seconds)
+        if drafted is None:
             return
-        if [rows[name].size for name in names] != plan.tree.sizes:
-            return
-        seconds = {**self._step, **made.seconds}
-        # The scheduler's work, and whatever else a step takes, is part of a round as well.
-        seconds["commit"] = elapsed - sum(seconds[part] for part in ("draft", "build", "verify", "walk"))
-        paths = [verified[name].path for name in names]
-        self._planner.learn(plan, paths, [verified[name].tokens for name in names], seconds)
+        names, plan = drafted
+        as_drafted = dict(zip(names, plan.tree.sizes, strict=True))
+        if plan.decided and sizes == as_drafted and verified.keys() == sizes.keys():
+            seconds = {part: spent - before[part] for part, spent in self._seconds.items()}
+            seconds["commit"] = elapsed - sum(seconds[part] for part in ("draft", "build", "verify", "walk"))
+            paths = [verified[name].path for name in names]
+            self._planner.learn(plan, paths, [verified[name].tokens for name in names], seconds)

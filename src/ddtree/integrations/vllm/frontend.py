@@ -8,6 +8,7 @@ too: a stream has begun its answer by the time vLLM checks a request.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,6 @@ from ddtree.integrations.vllm.settings import (
     KEY,
     MOVED_FIELDS,
     RequestFields,
-    named_in,
     refused_field,
     sampling_params,
 )
@@ -58,7 +58,7 @@ _METRICS = {
 }
 
 
-class RequestCheck(LogitsProcessor):  # type: ignore[misc]
+class RequestCheck(LogitsProcessor):
     """Refuses requests that cannot be kept exact. vLLM calls `validate_params` of its logits processors for each one.
 
     It processes no logits and is never instantiated: the worker takes it off its config before a batch is made.
@@ -74,7 +74,7 @@ class RequestCheck(LogitsProcessor):  # type: ignore[misc]
             sampling_params(params, RequestFields.read(params.extra_args))
         except ConfigError as error:
             names = (*params.__struct_fields__, "method", "budget", "depth")
-            raise VLLMValidationError(str(error), parameter=named_in(str(error), names)) from error
+            raise VLLMValidationError(str(error), parameter=_named_in(str(error), names)) from error
 
 
 class FieldError(Exception):
@@ -183,7 +183,7 @@ def translate(body: bytes, vocab_size: int | None = None) -> bytes:
         if vocab_size is not None:
             check_vocabulary(SamplingParams(logit_bias=fields.logit_bias), vocab_size)
     except ConfigError as error:
-        raise FieldError(str(error), named_in(str(error), MOVED_FIELDS) or KEY) from error
+        raise FieldError(str(error), _named_in(str(error), MOVED_FIELDS) or KEY) from error
     others = {} if sent.get(_ARGUMENTS) is None else sent[_ARGUMENTS]
     # vLLM refuses what is no object.
     if wanted and isinstance(others, dict):
@@ -246,3 +246,8 @@ def _vocabulary(scope: Scope) -> int | None:
 def _is_json(scope: Scope) -> bool:
     kind = Headers(scope=scope).get("content-type", "")
     return kind.partition(";")[0].strip().lower() == "application/json"
+
+
+def _named_in(message: str, names: Sequence[str]) -> str | None:
+    """Return the field that an error's message names among its first words."""
+    return next((word for word in re.findall(r"\w+", message)[:8] if word in names), None)

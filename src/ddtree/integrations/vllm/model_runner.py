@@ -20,7 +20,7 @@ from ddtree.drafters.loading import folder_of, load_drafter
 from ddtree.engine.planner import Planner
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.integrations.vllm import tree_attention, validate
-from ddtree.integrations.vllm.drafting import DraftCounters, DrafterRows, DraftScheduler
+from ddtree.integrations.vllm.drafting import DrafterRows, DraftScheduler
 from ddtree.integrations.vllm.engine_target import EngineTarget
 from ddtree.integrations.vllm.frontend import DRAFTING_FAILED
 from ddtree.integrations.vllm.request_state import RequestState, Verified, sampler_output, verify
@@ -96,11 +96,11 @@ class TreeRunner(CPUModelRunner):
             raise ConfigError("drafter='none' drafts nothing: run vLLM without ddtree's worker instead")
         if drafter.feature_layers:
             self._capture_features(drafter.feature_layers)
-        clock = Clock()
-        self._planner = Planner(self.target, drafter, clock)
+        self._clock = Clock()
+        self._planner = Planner(self.target, drafter, self._clock)
         self._drafter_rows = DrafterRows(drafter, self.settings.feature_bytes)
         self._scheduler = DraftScheduler(
-            self._drafter_rows.rows, self._planner, clock, self.settings.nodes, self.max_num_tokens
+            self._drafter_rows.rows, self._planner, self._clock, self.settings.nodes, self.max_num_tokens
         )
 
     def _capture_features(self, layers: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ class TreeRunner(CPUModelRunner):
             learnt = memory.recall(key, folder_of(self.settings.drafter))
             self._planner.policy = Policy(latency, learnt)
             self._acceptance_file = memory.cached(key)
-        self._scheduler.counters = DraftCounters()
+        self._scheduler.reset_counters()
 
     def _measure(self) -> LatencyModel:
         drafter, rows = self._drafter_rows.drafter, min(self.max_num_reqs, 4)
@@ -230,23 +230,22 @@ class TreeRunner(CPUModelRunner):
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
-        now = time.perf_counter()
-        self._scheduler.add_seconds("verify", now - self._started)
-        self._verified = {}
-        # A prompt that is not through: the engine drops what is sampled for it.
-        unfinished = Verified([0], [0])
-        for row in self._rows:
-            if not self.discard_request_mask.np[row.index]:
-                state = self._state(row)
-                own = logits[row.logits : row.logits + row.size]
-                room = self.max_model_len - len(state.tokens)
-                self._verified[state.name] = verify(state, row.tree, own, room)
-        verified = [self._verified.get(self._state(row).name, unfinished) for row in self._rows]
-        self._compact(verified)
-        count = self.input_batch.sampling_metadata.max_num_logprobs
-        starts = [row.logits for row in self._rows]
-        tokens, logprobs = sampler_output(verified, starts, logits, count, self.sampler)
-        self._scheduler.add_seconds("walk", time.perf_counter() - now)
+        self._clock.seconds["verify"] += time.perf_counter() - self._started
+        with self._clock("walk"):
+            self._verified = {}
+            for row in self._rows:
+                if not self.discard_request_mask.np[row.index]:
+                    state = self._state(row)
+                    own = logits[row.logits : row.logits + row.size]
+                    room = self.max_model_len - len(state.tokens)
+                    self._verified[state.name] = verify(state, row.tree, own, room)
+            # Of a prompt that is not through, vLLM drops what is sampled.
+            dropped = Verified([0], [0])
+            verified = [self._verified.get(self._state(row).name, dropped) for row in self._rows]
+            self._compact(verified)
+            count = self.input_batch.sampling_metadata.max_num_logprobs
+            starts = [row.logits for row in self._rows]
+            tokens, logprobs = sampler_output(verified, starts, logits, count, self.sampler)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
     def _compact(self, verified: Sequence[Verified]) -> None:
@@ -282,9 +281,8 @@ class TreeRunner(CPUModelRunner):
         drafted: dict[str, list[int]] = {}
         if not self.drafting_failed:
             with self._guarded():
-                started = time.perf_counter()
-                self._observe(aux_hidden_states)
-                self._scheduler.add_seconds("commit", time.perf_counter() - started)
+                with self._clock("commit"):
+                    self._observe(aux_hidden_states)
                 drafted = self._scheduler.draft(states, self._rows, self._verified)
         for state in states:
             if state.name not in drafted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from ddtree.integrations.vllm.settings import (
     PluginSettings,
     RequestFields,
     sampling_params,
-    within_vocabulary,
 )
 from ddtree.policy import OFF
+from ddtree.sampling.params import SamplingParams
 from ddtree.sampling.sampler import Sampler
 from ddtree.tree import DraftTree, walk
 
@@ -39,6 +39,8 @@ class RequestState:
         tokens: prompt and output; the last one chosen is not yet in the cache.
         request: how it is drafted for.
         observed: tokens whose features the drafter has, or cannot have.
+        missing: how many of the first tokens have no features.
+        features: of a prompt that is not through, in parts [n, F * H].
         drafted: the tree that the scheduler was sent last, one row; None where nothing was drafted.
         arm: how that tree was drafted.
         fresh: nothing was planned for it yet.
@@ -68,6 +70,8 @@ class RequestState:
             budget = min(budget, settings.nodes)
         self.request = planner.request(method, budget, drafting.depth, None, not sampling.greedy)
         self.observed = 0
+        self.missing = 0
+        self.features: list[Tensor] = []
         self.drafted: DraftTree | None = None
         self.arm = OFF
         self.fresh = True
@@ -102,6 +106,18 @@ class RequestState:
         stops = token in self._stops and length >= self.sampler.params.min_tokens
         self.ended = stops or self.left <= 0
         return token
+
+
+def within_vocabulary(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Return a copy without token ids that the model lacks.
+
+    They have no effect on a text, the front end cannot find them all, and an error in the worker would end the engine.
+    """
+    return replace(
+        sampling,
+        logit_bias={token: bias for token, bias in sampling.logit_bias.items() if token < vocab_size},
+        bad_words=tuple(word for word in sampling.bad_words if max(word) < vocab_size),
+    )
 
 
 @dataclass(frozen=True)

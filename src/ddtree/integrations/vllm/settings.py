@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -88,7 +87,7 @@ class PluginSettings:
         ConfigError: a field is out of range.
     """
 
-    drafter: str | Sequence[str] = "lookup"
+    drafter: str | list[str] = "lookup"
     drafting: DraftingSettings = field(default_factory=DraftingSettings)
     nodes: int = 32
     feature_bytes: int = 256 * 2**20
@@ -196,18 +195,6 @@ def sampling_params(params: Any, fields: RequestFields) -> SamplingParams:
     )
 
 
-def within_vocabulary(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Return a copy without token ids that the model lacks.
-
-    They have no effect on a text, the front end cannot find them all, and an error in the worker would end the engine.
-    """
-    return replace(
-        sampling,
-        logit_bias={token: bias for token, bias in sampling.logit_bias.items() if token < vocab_size},
-        bad_words=tuple(word for word in sampling.bad_words if max(word) < vocab_size),
-    )
-
-
 def refused_field(params: Any) -> tuple[str, str] | None:
     """Return the first of `REFUSED_FIELDS` that a request sets, with a message; None where it sets none.
 
@@ -220,11 +207,6 @@ def refused_field(params: Any) -> tuple[str, str] | None:
         if value is not None and (value or name == "thinking_token_budget"):
             return name, f"{name} is not supported with draft trees: {advice}"
     return None
-
-
-def named_in(message: str, names: Sequence[str]) -> str | None:
-    """Return the field that an error's message names among its first words."""
-    return next((word for word in re.findall(r"\w+", message)[:8] if word in names), None)
 
 
 def _known(values: Any, kind: type) -> dict[str, Any]:
