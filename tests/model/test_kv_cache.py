@@ -16,12 +16,11 @@ def columns(rows, values):
 def append(cache, start, stop, values):
     cache.open(start, stop, len(values[0]))
     keys, _ = cache.update(columns(stop - start, values), columns(stop - start, values), 0)
-    cache.advance()
     return keys
 
 
 def contents(cache, row):
-    return cache._keys[0][row, 0, : cache.lengths[row], 0].tolist()
+    return cache._buffers[0][row, 0, : cache.lengths[row], 0].tolist()
 
 
 def test_commit_moves_the_accepted_path_to_the_front_and_forgets_the_rest():
@@ -76,7 +75,7 @@ def test_growth_keeps_contents_and_stays_linear_in_tokens(monkeypatch):
         append(cache, 0, 1, [[value]])
         cache.commit([[0]])
     assert contents(cache, 0) == list(range(100))
-    assert cache._keys[0].shape[2] <= 2 * 100
+    assert cache._buffers[0].shape[2] <= 2 * 100
 
 
 def test_capacity_never_exceeds_what_a_row_may_need(monkeypatch):
@@ -85,7 +84,7 @@ def test_capacity_never_exceeds_what_a_row_may_need(monkeypatch):
     cache.add_row()
     append(cache, 0, 1, [list(range(9))])
     cache.commit([list(range(9))])
-    assert cache._keys[0].shape[2] == 10
+    assert cache._buffers[0].shape[2] == 10
 
 
 def test_a_cache_that_does_not_fit_says_how_much_is_missing(monkeypatch):
@@ -109,7 +108,6 @@ def test_layers_of_one_shape_share_a_stack_and_others_have_their_own():
     cache.open(0, 1, 5)
     for layer, own in enumerate(states):
         cache.update(own, -own, layer)
-    cache.advance()
     cache.commit([[0, 2, 4]])
     cache.open(0, 1, 500)
     for layer, (heads, size) in enumerate(shapes):

@@ -26,9 +26,10 @@ from ddtree.drafters import Drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.errors import ConfigError, PromptError, UnsupportedModelError
+from ddtree.model.architectures import extrapolates
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.compat import CACHE_NAMES, dropped_argument, takes_tokenizer
-from ddtree.model.target import Target, extends, why_no_tree
+from ddtree.model.target import Target, why_no_tree
 from ddtree.policy.arms import Method
 from ddtree.sampling.params import check_whole
 from ddtree.sampling.sampler import SamplingParams
@@ -92,7 +93,7 @@ def custom_generate(
     _refuse(generation_config, logits_processor)
     starts = _starts(input_ids, model_kwargs)
     target, own, give_back = _prepare(model, drafter)
-    if extends(target.config):
+    if extrapolates(target.config):
         target.max_context = max(target.max_context, generation_config.max_length)
     run = _Run(input_ids, starts, logits_processor, stopping_criteria, generation_config, streamer)
     try:
@@ -126,7 +127,7 @@ class _Run:
         self.sequences: list[Sequence] = []
         # Rows as transformers sees them: padding and prompt, then the tokens as they come.
         self.ids = torch.nn.functional.pad(input_ids, (0, self.room), value=self.pad_id)
-        self.told = [0] * len(starts)
+        self.received = [0] * len(starts)
         self.ends: list[int | None] = [None] * len(starts)
         self.streamed = 0
         self.logits: list[dict[int, Tensor]] = [{} for _ in starts]
@@ -176,16 +177,15 @@ class _Run:
 
     def _follow(self, row: int, sequence: Sequence) -> None:
         """Write a row's new tokens down, one by one as transformers does, and see whether it ends."""
-        new = sequence.tokens[sequence.prompt_length + self.told[row] :]
-        for token in new:
+        for token in sequence.take_new().tokens:
             if self.pads and self.ends[row] is not None:
                 return
-            at = self.told[row] = self.told[row] + 1
+            at = self.received[row] = self.received[row] + 1
             self.ids[row, self.width + at - 1] = token
             if self.ends[row] is None and bool(self._done(row, at)):
                 self.ends[row] = at
         if sequence.finish_reason is not None and self.ends[row] is None:
-            self.ends[row] = self.told[row]
+            self.ends[row] = self.received[row]
 
     def _done(self, row: int, at: int) -> Any:
         scores = None
@@ -199,8 +199,8 @@ class _Run:
         if length is None:
             return False
         return self.pads or all(
-            told >= length or sequence.finish_reason is not None
-            for told, sequence in zip(self.told, self.sequences, strict=True)
+            received >= length or sequence.finish_reason is not None
+            for received, sequence in zip(self.received, self.sequences, strict=True)
         )
 
     def _length(self) -> int | None:
@@ -213,7 +213,9 @@ class _Run:
             return
         length = self._length()
         running = [
-            told for told, end in zip(self.told, self.ends, strict=True) if end is None or not self.pads
+            received
+            for received, end in zip(self.received, self.ends, strict=True)
+            if end is None or not self.pads
         ]
         ready = min(running, default=length or 0)
         for index in range(self.streamed, ready if length is None else min(ready, length)):

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ddtree.model.attention import Visibility
+from ddtree.model.attention import Visibility, key_positions, uncommitted_columns, visible_keys
 from ddtree.model.kv_cache import KVCache
 from ddtree.tree import DraftTree, ancestor_mask
 
@@ -81,7 +81,6 @@ class Graphs:
         _fill(shape, cache.lengths, tree)
         with cache.scattered(shape.columns, shape.visible.shape[2]):
             logits, features = self._outputs(cache, shape)
-        cache.advance()
         return logits[:, :nodes], None if features is None else features[:, :nodes]
 
     def _outputs(self, cache: KVCache, shape: _Shape) -> tuple[Tensor, Tensor | None]:
@@ -136,17 +135,14 @@ def _step(nodes: int) -> int:
 
 
 def _fill(shape: _Shape, lengths: list[int], tree: DraftTree) -> None:
-    """Write a round into a shape's buffers; nodes that pad it see themselves and the committed tokens."""
-    device, (rows, nodes), padded = tree.tokens.device, tree.tokens.shape, shape.tokens.shape[1]
-    committed = torch.tensor(lengths, device=device)[:, None]
+    """Write a round into a shape's buffers. Nodes that pad it see themselves and the committed tokens."""
+    nodes, (rows, padded, keys) = tree.tokens.shape[1], shape.visible.shape
+    device = tree.tokens.device
+    uncommitted = torch.eye(padded, dtype=torch.bool, device=device).repeat(rows, 1, 1)
+    uncommitted[:, :nodes, :nodes] = ancestor_mask(tree)
+    shape.columns.copy_(uncommitted_columns(lengths, padded, device))
     shape.tokens[:, :nodes] = tree.tokens
-    shape.positions[:] = committed
+    shape.positions[:] = shape.columns[:, :1]
     shape.positions[:, :nodes] += tree.depths
-    shape.columns[:] = committed + torch.arange(padded, device=device)
-    own = torch.eye(padded, dtype=torch.bool, device=device).repeat(rows, 1, 1)
-    own[:, :nodes, :nodes] = ancestor_mask(tree)
-    columns = torch.arange(shape.visible.shape[2], device=device)
-    shape.visible[:] = (columns < committed)[:, None]
-    shape.visible.scatter_(2, shape.columns[:, None].expand(rows, padded, padded), own)
-    shape.key_positions[:] = columns
-    shape.key_positions.scatter_(1, shape.columns, shape.positions)
+    shape.visible.copy_(visible_keys(shape.columns, uncommitted, keys))
+    shape.key_positions.copy_(key_positions(shape.columns, shape.positions, keys))

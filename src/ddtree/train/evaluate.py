@@ -8,7 +8,7 @@ decoded, since the target's choice does not depend on the draft.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from ddtree.model.kv_cache import drop_row
 from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
 from ddtree.train.data import Example
-from ddtree.tree import MAX_DEPTH, walk
+from ddtree.tree import MAX_DEPTH, following, walk
 
 
 @dataclass
@@ -103,7 +103,9 @@ def replay(
         ]
         with clock("draft"):
             tree = drafter.draft(requests, clock)
-        paths = walk(tree, Follow([row.tokens for row in active], [row.at for row in active]))
+        texts = [row.tokens for row in active]
+        prefixes = [row.tokens[: row.at + 1] for row in active]
+        paths, _ = walk(tree, prefixes, following(texts))
         for index in reversed(range(len(active))):
             row, accepted = active[index], len(paths[index]) - 1
             emitted = min(accepted + 1, len(row.tokens) - 1 - row.at)
@@ -121,27 +123,6 @@ def replay(
             else:
                 row.at += emitted
                 show(drafter, index, row.example, slice(row.at - emitted, row.at), dtype)
-
-
-class Follow:
-    """The walk's choice at a node: the answer's next token, or one that no child has when the answer is over.
-
-    Args:
-        answers: whole texts, one of each row.
-        at: position of each row's bonus token.
-    """
-
-    def __init__(self, answers: Sequence[list[int]], at: Iterable[int]) -> None:
-        self._answers = answers
-        self._at = list(at)
-
-    def __call__(self, rows: list[int], nodes: list[int]) -> list[int]:
-        chosen = []
-        for row in rows:
-            self._at[row] += 1
-            tokens = self._answers[row]
-            chosen.append(tokens[self._at[row]] if self._at[row] < len(tokens) else -1)
-        return chosen
 
 
 def show(drafter: Drafter, row: int, example: Example, part: slice, dtype: torch.dtype) -> None:

@@ -90,11 +90,8 @@ class _Unkept(KVCache):
         super().__init__(0)
         self.lengths = [0] * rows
 
-    def open(self, start: int, stop: int, columns: int) -> int:
+    def open(self, start: int, stop: int, columns: int, pending: int = 0) -> int:
         return columns
-
-    def advance(self) -> None:
-        pass
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key, value

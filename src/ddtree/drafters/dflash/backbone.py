@@ -188,7 +188,6 @@ class Backbone:
         positions = self._positions(start, stop, most)
         self._cache.open(start, stop, most)
         self.network.inject(self.network.context(features), positions, self._cache)
-        self._cache.advance()
         self._cache.commit([list(range(count)) for count in counts])
         self._unread[start:stop] = [[] for _ in counts]
 
