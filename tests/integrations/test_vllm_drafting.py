@@ -39,7 +39,8 @@ def step(monkeypatch):
     planner, seconds, clock = FixedPlanner(), Clock(), SimpleNamespace(now=0.0)
     monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     states = {
-        name: SimpleNamespace(name=name, drafts=True, ended=False, drafted=None, arm=OFF) for name in "ab"
+        name: SimpleNamespace(name=name, drafts=True, tokens=[], ended=bool, drafted=None, arm=OFF)
+        for name in "ab"
     }
     scheduler = DraftScheduler(list(states.values()), planner, seconds, most_nodes=16, most_tokens=1024)
 

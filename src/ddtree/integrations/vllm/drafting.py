@@ -204,7 +204,9 @@ class DraftScheduler:
                 self.counters.count(row.size - 1, len(verified[state.name].path) - 1, str(arm))
         self._learn({state.name: row.size for state, row in zip(states, rows, strict=True)}, verified)
         ready = {
-            state.name for state in states if state.name in verified and state.drafts and not state.ended
+            state.name
+            for state in states
+            if state.name in verified and state.drafts and not state.ended(state.tokens)
         }
         places = [place for place, state in enumerate(self._rows) if state.name in ready]
         if not places:

@@ -232,14 +232,11 @@ class TreeRunner(CPUModelRunner):
         assert logits is not None
         self._clock.seconds["verify"] += time.perf_counter() - self._started
         with self._clock("walk"):
-            self._verified = {}
-            for row in self._rows:
-                if not self.discard_request_mask.np[row.index]:
-                    state = self._state(row)
-                    own = logits[row.logits : row.logits + row.size]
-                    room = self.max_model_len - len(state.tokens)
-                    self._verified[state.name] = verify(state, row.tree, own, room)
-            # Of a prompt that is not through, vLLM drops what is sampled.
+            # A prompt that is not through chooses nothing: vLLM drops what it is given there.
+            rows = [row for row in self._rows if not self.discard_request_mask.np[row.index]]
+            states = [self._state(row) for row in rows]
+            found = verify(states, rows, logits, self.max_model_len) if rows else []
+            self._verified = {state.name: own for state, own in zip(states, found, strict=True)}
             dropped = Verified([0], [0])
             verified = [self._verified.get(self._state(row).name, dropped) for row in self._rows]
             self._compact(verified)

@@ -16,6 +16,7 @@ from ddtree.integrations.vllm.settings import (
     RequestFields,
     sampling_params,
 )
+from ddtree.integrations.vllm.trees import StepRow
 from ddtree.policy import OFF
 from ddtree.sampling.params import SamplingParams
 from ddtree.sampling.sampler import Sampler
@@ -44,7 +45,6 @@ class RequestState:
         drafted: the tree that the scheduler was sent last, one row; None where nothing was drafted.
         arm: how that tree was drafted.
         fresh: nothing was planned for it yet.
-        ended: no token will be added.
 
     Raises:
         ConfigError: the request asks for what is not supported; the front end refuses such requests.
@@ -75,7 +75,6 @@ class RequestState:
         self.drafted: DraftTree | None = None
         self.arm = OFF
         self.fresh = True
-        self.ended = False
         self._stops = {params.eos_token_id, *(params.stop_token_ids or ())}
 
     @property
@@ -94,18 +93,19 @@ class RequestState:
             self.tokens = [*state.prompt_token_ids, *state.output_token_ids]
             self.drafted = None
 
-    def sample_next(self, logits: Tensor) -> int:
-        """Choose the next token from raw logits [V] and append it; the likeliest one where its rules allow none."""
+    def ended(self, tokens: list[int]) -> bool:
+        """Return whether a text of this request, prompt and output, takes no more tokens."""
+        length = len(tokens) - self.prompt_length
+        params = self.sampler.params
+        return length >= params.max_tokens or (tokens[-1] in self._stops and length >= params.min_tokens)
+
+    def choose(self, logits: Tensor, prefix: list[int]) -> int:
+        """Return the token after a prefix from raw logits [V]; the likeliest one where the rules allow none."""
         try:
-            token = self.sampler.choose(logits, self.tokens, committed=len(self.tokens))
+            return self.sampler.choose(logits, prefix, committed=len(self.tokens))
         except DDTreeError:
             # An error would end the engine, and with it every request beside this one.
-            token = int(logits.float().nan_to_num().argmax())
-        self.tokens.append(token)
-        length = len(self.tokens) - self.prompt_length
-        stops = token in self._stops and length >= self.sampler.params.min_tokens
-        self.ended = stops or self.left <= 0
-        return token
+            return int(logits.float().nan_to_num().argmax())
 
 
 def within_vocabulary(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
@@ -133,23 +133,30 @@ class Verified:
     tokens: list[int]
 
 
-def verify(state: RequestState, tree: DraftTree, logits: Tensor, room: int) -> Verified:
-    """Follow the target's own choices down a tree, and append them to the request's text.
+def verify(
+    states: Sequence[RequestState], rows: Sequence[StepRow], logits: Tensor, max_length: int
+) -> list[Verified]:
+    """Follow the target's own choices down each request's tree, and append them to its text.
 
     Args:
-        state: the request; its text ends with the root.
-        tree: one row.
-        logits: raw, [N, V], after each node.
-        room: most tokens that the engine has room for, at least 1.
+        states: requests, at least one; their texts end with the root.
+        rows: their parts in the step.
+        logits: raw, [nodes of the step, V].
+        max_length: most tokens of a text, prompt and output, e.g. 2048.
     """
-    tokens: list[int] = []
 
-    def choose(_: list[int], nodes: list[int]) -> list[int]:
-        tokens.append(state.sample_next(logits[nodes[0]]))
-        return [PADDING if state.ended or len(tokens) >= room else tokens[-1]]
+    def choose(row: int, node: int, prefix: list[int]) -> int | None:
+        # The root's token never ends a text, or there would be no step.
+        if node and (len(prefix) >= max_length or states[row].ended(prefix)):
+            return None
+        return states[row].choose(logits[rows[row].logits + node], prefix)
 
-    (path,) = walk(tree, choose)
-    return Verified(path, tokens)
+    trees = DraftTree.stack([row.tree for row in rows])
+    paths, tokens = walk(trees, [state.tokens for state in states], choose)
+    for state, chosen in zip(states, tokens, strict=True):
+        state.tokens += chosen
+    # A node whose token ends the text is reached, but nothing is chosen after it.
+    return [Verified(path[: len(chosen)], chosen) for path, chosen in zip(paths, tokens, strict=True)]
 
 
 def sampler_output(

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from ddtree.errors import UnsupportedModelError
 from ddtree.integrations.vllm.trees import StepRow
+from ddtree.model.attention import uncommitted_columns, visible_keys
 from ddtree.tree import ancestor_mask
 
 _SPREAD = 2
@@ -68,9 +69,10 @@ def _batch(rows: Sequence[StepRow], blocks: int, block_table: Tensor, block_size
     for place, row in enumerate(rows):
         places[place] = row.start
         places[place, : row.size] += torch.arange(row.size)
-        bias[place, 0, :, : row.base + 1] = 0.0
-        own = bias[place, 0, : row.size, row.base : row.base + row.size]
-        own.masked_fill_(ancestor_mask(row.tree)[0], 0.0)
+        columns = uncommitted_columns([row.base], row.size, bias.device)
+        visible = visible_keys(columns, ancestor_mask(row.tree), bias.shape[3])[0]
+        bias[place, 0, : row.size].masked_fill_(visible, 0.0)
+        bias[place, 0, row.size :].masked_fill_(visible[0], 0.0)
     table = block_table[[row.index for row in rows], :blocks].to(torch.int64)
     # Blocks beyond a shorter row's own are not seen, but they are read.
     used = torch.arange(blocks) * block_size < torch.tensor([[row.base + row.size] for row in rows])
