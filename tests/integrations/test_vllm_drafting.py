@@ -7,8 +7,7 @@ import pytest
 from ddtree.engine.planner import Plan
 from ddtree.integrations.vllm import drafting
 from ddtree.integrations.vllm.drafting import DraftScheduler
-from ddtree.integrations.vllm.request_state import Verified
-from ddtree.integrations.vllm.trees import StepRow, chain
+from ddtree.integrations.vllm.request_state import StepRow, Verified, chain
 from ddtree.policy import OFF, Arm, Choice
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree
@@ -47,8 +46,8 @@ def step(monkeypatch):
     def run(verified, names="ab", trees=TREES):
         clock.now += 0.5
         seconds.seconds["verify"] += 0.25
-        rows = [StepRow(index, 0, 0, 10, tree) for index, tree in enumerate(trees)]
-        return scheduler.draft([states[name] for name in names], rows, verified)
+        rows = [StepRow(states[name], 0, 0, 0, 10, tree) for name, tree in zip(names, trees, strict=True)]
+        return scheduler.draft(rows, verified)
 
     return SimpleNamespace(run=run, planner=planner, scheduler=scheduler)
 

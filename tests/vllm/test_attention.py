@@ -8,7 +8,7 @@ from vllm import _custom_ops as ops
 
 from ddtree.errors import UnsupportedModelError
 from ddtree.integrations.vllm import tree_attention as attention
-from ddtree.integrations.vllm.trees import StepRow, as_scheduled
+from ddtree.integrations.vllm.request_state import StepRow, as_scheduled
 from ddtree.tree import DraftTree
 
 HEADS, KEPT, SIZE, BLOCK = 6, 2, 32, 32
@@ -74,7 +74,7 @@ def check(bases, trees, dtype, tolerance):
     cache, texts, table = written(lengths, dtype)
     rows, start = [], 3
     for index, (base, tree) in enumerate(zip(bases, trees, strict=True)):
-        rows.append(StepRow(index, start, 0, base, tree))
+        rows.append(StepRow(None, index, start, 0, base, tree))
         start += tree.sizes[0] + 1
     query = torch.randn(start, HEADS, SIZE).to(dtype)
     out = torch.full_like(query, 7.0)

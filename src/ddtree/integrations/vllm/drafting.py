@@ -14,8 +14,7 @@ from torch import Tensor
 from ddtree.drafters import Drafter, parts_of
 from ddtree.engine.planner import Plan, Planner
 from ddtree.engine.prefix_cache import PrefixStore
-from ddtree.integrations.vllm.request_state import RequestState, Verified
-from ddtree.integrations.vllm.trees import StepRow
+from ddtree.integrations.vllm.request_state import RequestState, StepRow, Verified
 from ddtree.model.kv_cache import Columns, drop_row
 from ddtree.policy import OFF
 from ddtree.stats import PARTS, Clock
@@ -185,28 +184,23 @@ class DraftScheduler:
         self._clock.seconds.update(dict.fromkeys(PARTS, 0.0))
         self.counters = DraftCounters(self._clock.seconds)
 
-    def draft(
-        self, states: Sequence[RequestState], rows: Sequence[StepRow], verified: Mapping[str, Verified]
-    ) -> dict[str, list[int]]:
+    def draft(self, rows: Sequence[StepRow], verified: Mapping[str, Verified]) -> dict[str, list[int]]:
         """Learn from a step, and draft for the next one.
 
         Args:
-            states: the requests of the step, in the batch's order.
-            rows: their parts in it.
+            rows: the step's requests.
             verified: their results by name; requests whose prompt is not through have none.
 
         Returns:
             The tokens of the nodes besides the root, by name of the request.
         """
-        for state, row in zip(states, rows, strict=True):
-            if state.name in verified:
-                arm = OFF if state.drafted is None else state.arm
-                self.counters.count(row.size - 1, len(verified[state.name].path) - 1, str(arm))
-        self._learn({state.name: row.size for state, row in zip(states, rows, strict=True)}, verified)
+        decoded = [row for row in rows if row.state.name in verified]
+        for row in decoded:
+            arm = OFF if row.state.drafted is None else row.state.arm
+            self.counters.count(row.size - 1, len(verified[row.state.name].path) - 1, str(arm))
+        self._learn({row.state.name: row.size for row in rows}, verified)
         ready = {
-            state.name
-            for state in states
-            if state.name in verified and state.drafts and not state.ended(state.tokens)
+            row.state.name for row in decoded if row.state.drafts and not row.state.ended(row.state.tokens)
         }
         places = [place for place, state in enumerate(self._rows) if state.name in ready]
         if not places:

@@ -23,10 +23,16 @@ from ddtree.integrations.vllm import tree_attention, validate
 from ddtree.integrations.vllm.drafting import DrafterRows, DraftScheduler
 from ddtree.integrations.vllm.engine_target import EngineTarget
 from ddtree.integrations.vllm.frontend import DRAFTING_FAILED
-from ddtree.integrations.vllm.request_state import RequestState, Verified, sampler_output, verify
+from ddtree.integrations.vllm.request_state import (
+    RequestState,
+    StepRow,
+    Verified,
+    as_scheduled,
+    sampler_output,
+    verify,
+)
 from ddtree.integrations.vllm.settings import KEY, WORKER, PluginSettings
 from ddtree.integrations.vllm.timers import EngineTimer, runtime
-from ddtree.integrations.vllm.trees import StepRow, as_scheduled
 from ddtree.policy import Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel
 from ddtree.stats import Clock
@@ -213,7 +219,7 @@ class TreeRunner(CPUModelRunner):
             # A step with other tokens before the drafted ones is a prompt's.
             decodes = base == len(state.tokens) - 1 and scheduled[index] == size
             tree = as_scheduled(state.drafted if decodes else None, state.tokens[-1], drafted)
-            rows.append(StepRow(index, ends[index] - size, logits, base, tree))
+            rows.append(StepRow(state, index, ends[index] - size, logits, base, tree))
             logits += size
         return rows
 
@@ -234,11 +240,9 @@ class TreeRunner(CPUModelRunner):
         with self._clock("walk"):
             # A prompt that is not through chooses nothing: vLLM drops what it is given there.
             rows = [row for row in self._rows if not self.discard_request_mask.np[row.index]]
-            states = [self._state(row) for row in rows]
-            found = verify(states, rows, logits, self.max_model_len) if rows else []
-            self._verified = {state.name: own for state, own in zip(states, found, strict=True)}
+            self._verified = verify(rows, logits, self.max_model_len) if rows else {}
             dropped = Verified([0], [0])
-            verified = [self._verified.get(self._state(row).name, dropped) for row in self._rows]
+            verified = [self._verified.get(row.state.name, dropped) for row in self._rows]
             self._compact(verified)
             count = self.input_batch.sampling_metadata.max_num_logprobs
             starts = [row.logits for row in self._rows]
@@ -274,39 +278,35 @@ class TreeRunner(CPUModelRunner):
         *args: Any,
     ) -> list[list[int]]:
         """Return the drafted tokens of each request, after the drafter has taken in what was accepted."""
-        states = [self.states[name] for name in self.input_batch.req_ids]
         drafted: dict[str, list[int]] = {}
         if not self.drafting_failed:
             with self._guarded():
                 with self._clock("commit"):
                     self._observe(aux_hidden_states)
-                drafted = self._scheduler.draft(states, self._rows, self._verified)
-        for state in states:
-            if state.name not in drafted:
-                state.drafted = None
-        return [drafted.get(state.name, []) for state in states]
+                drafted = self._scheduler.draft(self._rows, self._verified)
+        for row in self._rows:
+            if row.state.name not in drafted:
+                row.state.drafted = None
+        return [drafted.get(row.state.name, []) for row in self._rows]
 
     def _observe(self, layer_outputs: list[Tensor] | None) -> None:
         """Pass on to the drafter what was committed, with the features of the accepted paths in their order."""
         for row in self._rows:
-            state = self._state(row)
-            if state.drafts:
-                verified = self._verified.get(state.name)
-                first = int(self.input_batch.num_computed_tokens_cpu[row.index])
-                places = list(range(row.start - (row.base - first), row.start))
-                places += [row.start] if verified is None else _accepted(row, verified)
-                self._drafter_rows.observe(state, first, len(places), self._features(layer_outputs, places))
-                if verified is not None:
-                    self._drafter_rows.add(state)
+            if not row.state.drafts:
+                continue
+            verified = self._verified.get(row.state.name)
+            first = int(self.input_batch.num_computed_tokens_cpu[row.index])
+            places = list(range(row.start - (row.base - first), row.start))
+            places += [row.start] if verified is None else _accepted(row, verified)
+            self._drafter_rows.observe(row.state, first, len(places), self._features(layer_outputs, places))
+            if verified is not None:
+                self._drafter_rows.add(row.state)
 
     def _features(self, layer_outputs: list[Tensor] | None, places: list[int]) -> Tensor | None:
         """Return features [len(places), F * H]: the outputs of the layers that the drafter reads, side by side."""
         if not layer_outputs or not self._drafter_rows.drafter.feature_layers:
             return None
         return torch.cat([layer_outputs[column][places] for column in self._feature_columns], dim=-1)
-
-    def _state(self, row: StepRow) -> RequestState:
-        return self.states[self.input_batch.req_ids[row.index]]
 
 
 def _positions(row: StepRow) -> Tensor:

@@ -1,4 +1,7 @@
-"""Requests as the worker sees them: their text, how they are sampled, and the walk down their tree."""
+"""Requests as the worker sees them: their text, how they are sampled, their tree in a step, and the walk down it.
+
+vLLM's scheduler sends a tree as a flat list of tokens; the worker keeps its shape.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from ddtree.integrations.vllm.settings import (
     RequestFields,
     sampling_params,
 )
-from ddtree.integrations.vllm.trees import StepRow
 from ddtree.policy import OFF
 from ddtree.sampling.params import SamplingParams
 from ddtree.sampling.sampler import Sampler
@@ -24,6 +26,32 @@ from ddtree.tree import DraftTree, walk
 
 PADDING = -1
 """Stands for no token in what vLLM's sampler returns."""
+
+
+def chain(tokens: Sequence[int]) -> DraftTree:
+    """Return one row with a single path of tokens, e.g. [5, 6, 7]; the root's token comes first."""
+    depths = torch.arange(len(tokens))[None]
+    return DraftTree(
+        torch.tensor([list(tokens)]), (depths - 1).clamp(min=0), depths, -depths.float(), [len(tokens)]
+    )
+
+
+def as_scheduled(tree: DraftTree | None, root: int, drafted: Sequence[int]) -> DraftTree:
+    """Return the tree of the tokens that the scheduler sent for a request.
+
+    Args:
+        tree: one row, as it was drafted for the request; None where nothing was.
+        root: the request's last token.
+        drafted: what the scheduler sent. It may cut the list of a tree, which leaves a smaller tree, since parents come
+            before their children.
+
+    Returns:
+        The drafted tree, cut as the list is; a chain where the list is not the drafted one.
+    """
+    tokens = [root, *drafted]
+    if tree is not None and tree.tokens[0, : len(tokens)].tolist() == tokens:
+        return tree.truncate([len(drafted)])
+    return chain(tokens)
 
 
 class RequestState:
@@ -121,6 +149,37 @@ def within_vocabulary(sampling: SamplingParams, vocab_size: int) -> SamplingPara
 
 
 @dataclass(frozen=True)
+class StepRow:
+    """A request's part in a step.
+
+    Attributes:
+        state: the request.
+        index: place of the request in the batch.
+        start: place of the root among the step's tokens; the other nodes follow it.
+        logits: place of the root's logits among those of the step; the other nodes' follow.
+        base: absolute position of the root, so the number of tokens before it.
+        tree: one row; the root alone where nothing was drafted.
+    """
+
+    state: RequestState
+    index: int
+    start: int
+    logits: int
+    base: int
+    tree: DraftTree
+
+    @property
+    def size(self) -> int:
+        """Return the number of nodes, root included."""
+        return self.tree.sizes[0]
+
+    @property
+    def branched(self) -> bool:
+        """Return whether the tree is no single path: causal attention and linear positions serve a path."""
+        return int(self.tree.depths.max()) + 1 < self.size
+
+
+@dataclass(frozen=True)
 class Verified:
     """Result of a request's step.
 
@@ -133,30 +192,33 @@ class Verified:
     tokens: list[int]
 
 
-def verify(
-    states: Sequence[RequestState], rows: Sequence[StepRow], logits: Tensor, max_length: int
-) -> list[Verified]:
+def verify(rows: Sequence[StepRow], logits: Tensor, max_length: int) -> dict[str, Verified]:
     """Follow the target's own choices down each request's tree, and append them to its text.
 
     Args:
-        states: requests, at least one; their texts end with the root.
-        rows: their parts in the step.
+        rows: parts of requests in the step, at least one; their texts end with the root.
         logits: raw, [nodes of the step, V].
         max_length: most tokens of a text, prompt and output, e.g. 2048.
+
+    Returns:
+        The results by name of the request.
     """
 
-    def choose(row: int, node: int, prefix: list[int]) -> int | None:
+    def choose(place: int, node: int, prefix: list[int]) -> int | None:
+        row = rows[place]
         # The root's token never ends a text, or there would be no step.
-        if node and (len(prefix) >= max_length or states[row].ended(prefix)):
+        if node and (len(prefix) >= max_length or row.state.ended(prefix)):
             return None
-        return states[row].choose(logits[rows[row].logits + node], prefix)
+        return row.state.choose(logits[row.logits + node], prefix)
 
     trees = DraftTree.stack([row.tree for row in rows])
-    paths, tokens = walk(trees, [state.tokens for state in states], choose)
-    for state, chosen in zip(states, tokens, strict=True):
-        state.tokens += chosen
-    # A node whose token ends the text is reached, but nothing is chosen after it.
-    return [Verified(path[: len(chosen)], chosen) for path, chosen in zip(paths, tokens, strict=True)]
+    paths, tokens = walk(trees, [row.state.tokens for row in rows], choose)
+    verified = {}
+    for row, path, chosen in zip(rows, paths, tokens, strict=True):
+        row.state.tokens += chosen
+        # A node whose token ends the text is reached, but nothing is chosen after it.
+        verified[row.state.name] = Verified(path[: len(chosen)], chosen)
+    return verified
 
 
 def sampler_output(

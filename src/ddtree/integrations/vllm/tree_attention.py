@@ -19,7 +19,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from ddtree.errors import UnsupportedModelError
-from ddtree.integrations.vllm.trees import StepRow
+from ddtree.integrations.vllm.request_state import StepRow
 from ddtree.model.attention import uncommitted_columns, visible_keys
 from ddtree.tree import ancestor_mask
 

@@ -1,12 +1,12 @@
-"""Trees as the scheduler sends them back; the fields of vLLM's requests."""
+"""Requests: trees as the scheduler sends them back, and the fields that may be set."""
 
 from __future__ import annotations
 
 import torch
 from vllm import SamplingParams
 
+from ddtree.integrations.vllm.request_state import StepRow, as_scheduled, chain
 from ddtree.integrations.vllm.settings import REFUSED_FIELDS
-from ddtree.integrations.vllm.trees import StepRow, as_scheduled, chain
 from ddtree.tree import DraftTree
 
 TREE = DraftTree(
@@ -30,7 +30,7 @@ def shape(tree):
 
 
 def branched(tree):
-    return StepRow(0, 0, 0, 0, tree).branched
+    return StepRow(None, 0, 0, 0, 0, tree).branched
 
 
 def test_a_whole_list_is_the_tree():
