@@ -30,9 +30,8 @@ from ddtree.model.target import Target
 from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel
 from ddtree.prompts import Message, Prompt
-from ddtree.sampling.params import check_whole
 from ddtree.sampling.sampler import SamplingParams
-from ddtree.validation import did_you_mean
+from ddtree.validation import check_whole, did_you_mean
 
 __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
 

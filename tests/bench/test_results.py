@@ -4,9 +4,9 @@ import errno
 import json
 import os
 
-import benchfakes as fakes
 import pytest
 
+import benchfakes as fakes
 from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.results import Log, read
 from ddtree.errors import ConfigError

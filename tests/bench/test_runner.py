@@ -3,10 +3,10 @@
 from collections import Counter
 from types import SimpleNamespace
 
-import benchfakes as fakes
 import pytest
 import torch
 
+import benchfakes as fakes
 import tiny
 from ddtree.bench import methods as cells
 from ddtree.bench.methods import Answer, Baseline, Lane

@@ -2,10 +2,10 @@
 
 import json
 
-import fakes
 import pytest
 
 import ddtree
+import fakes
 import talker
 from ddtree.cli import main
 from ddtree.server.limits import Limits

@@ -7,10 +7,10 @@ import shutil
 import time
 from contextlib import contextmanager
 
-import fakes
 import pytest
 
 import ddtree
+import fakes
 import talker
 from ddtree.server.drafting import Drafting
 from ddtree.server.worker import Service

@@ -3,11 +3,11 @@
 import asyncio
 import json
 
-import fakes
 import httpx
 import pytest
 
 import ddtree
+import fakes
 import talker
 from ddtree.server.inbox import Inbox
 

@@ -5,10 +5,10 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager
 
-import fakes
 import httpx
 import pytest
 
+import fakes
 from ddtree.server import connections, security
 from ddtree.server import run as runner
 

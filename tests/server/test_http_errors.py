@@ -2,11 +2,11 @@
 
 import json
 
-import fakes
 import httpx
 import pytest
 from pydantic import ValidationError
 
+import fakes
 from ddtree.errors import CacheMemoryError, PromptError
 from ddtree.server.limits import BusyError, ClosingError, EngineError, TimeoutReached
 from ddtree.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

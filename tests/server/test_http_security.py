@@ -1,8 +1,9 @@
 """Keys, names of the server, other origins."""
 
-import fakes
 import httpx
 import pytest
+
+import fakes
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 CHATS = "/v1/chat/completions"

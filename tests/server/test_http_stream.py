@@ -5,10 +5,10 @@ import socket
 import threading
 import time
 
-import fakes
 import httpx
 import pytest
 
+import fakes
 import talker
 from ddtree.server.events import Event
 from ddtree.server.tokens import TokenTexts

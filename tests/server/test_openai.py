@@ -3,11 +3,11 @@
 import asyncio
 import threading
 
-import fakes
 import openai
 import pytest
 
 import ddtree
+import fakes
 import talker
 from ddtree.server.limits import Limits
 from ddtree.server.worker import Service

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fakes
 import httpx
 import pytest
 
 import ddtree
+import fakes
 import talker
 from ddtree.server.limits import BusyError
 from ddtree.server.worker import Service
@@ -44,7 +44,7 @@ def press(module, service, acts, expected="hello", seconds=0.5):
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_tiny_model_bears_ten_seconds_of_everything(tmp_path):
     target = talker.save(tmp_path / "tiny", max_position_embeddings=1024)
     out = tmp_path / "out.json"

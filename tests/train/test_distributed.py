@@ -58,7 +58,7 @@ def start(work, accumulate, **environment):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_do_what_one_does_in_two_passes(tmp_path):
     import test_train_heads as shared
 

@@ -127,7 +127,7 @@ def of(fits, name, rank=0):
     return torch.load(fits / f"{name}-{rank}.pt")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_sharded_processes_do_what_one_does(fits):
     alone, loss, chain, *_ = of(fits, "one")
     for rank in range(2):
@@ -137,14 +137,14 @@ def test_two_sharded_processes_do_what_one_does(fits):
         assert tau == pytest.approx(chain, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_process_holds_half(fits):
     assert of(fits, "one")[-1] == 1.0
     for rank in range(2):
         assert of(fits, "sharded", rank)[-1] == pytest.approx(0.5, abs=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["begun-sharded", "begun-plain"])
 def test_a_fit_is_taken_up_in_the_other_manner(fits, name):
     expected, loss, *_ = of(fits, "sharded")
@@ -167,7 +167,7 @@ def shapes(state):
     return [*map(shapes, state)] if isinstance(state, list) else type(state)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_steps_run_sharded_and_make_the_same(target, tmp_path):  # noqa: F811
     works = [tmp_path / "sharded", tmp_path / "plain"]
     start_two(_STEPS, target, works[0], *_OPTIONS)

@@ -31,8 +31,8 @@ from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.compat import CACHE_NAMES, dropped_argument, takes_tokenizer
 from ddtree.model.target import Target, why_no_tree
 from ddtree.policy.arms import Method
-from ddtree.sampling.params import check_whole
 from ddtree.sampling.sampler import SamplingParams
+from ddtree.validation import check_whole
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What `generate` prepares for its own loop, and what says how much to return, which the config says too.
@@ -62,7 +62,7 @@ def custom_generate(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """The decoding loop for `model.generate(..., custom_generate=ddtree.custom_generate)`.
+    """Decode for `model.generate(..., custom_generate=ddtree.custom_generate)`.
 
     Args:
         drafter: as in `ddtree.load`; "auto" is lookup. What was loaded by name is kept for the model's next call.
@@ -109,7 +109,7 @@ def custom_generate(
 
 
 class _Run:
-    """One call: the rows, and what transformers wants to know of them token by token."""
+    """One call: the rows, and the ids, scores and ends that transformers expects, token by token."""
 
     def __init__(
         self, input_ids: Tensor, starts: list[int], processors: Any, criteria: Any, config: Any, streamer: Any
@@ -134,6 +134,7 @@ class _Run:
         self.scores: list[dict[int, Tensor]] = [{} for _ in starts]
 
     def decode(self, engine: Engine, method: Method, budget: int, depth: int) -> None:
+        """Decode all rows to their ends."""
         rows = self.input_ids.tolist()
         sampling = self.config.do_sample
         seeds = torch.randint(2**62, (len(rows),)).tolist() if sampling else [0] * len(rows)
@@ -223,6 +224,7 @@ class _Run:
             self.streamed = index + 1
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
+        """Return ids, or the output class where the config asks for it, as transformers pads them."""
         length = self._length()
         assert length is not None
         sequences = self.ids[:, : self.width + length].clone()
@@ -244,7 +246,7 @@ class _Run:
 def _prepare(
     model: Any, spec: DrafterSpec
 ) -> tuple[Target | AutoregressiveTarget, Drafter | None, Callable[[], None]]:
-    """The target, its drafter, and what keeps a drafter loaded by name for the next call."""
+    """Return the target, its drafter, and a function that keeps a drafter loaded by name for the next call."""
     automatic = spec is None or (isinstance(spec, str) and spec in ("auto", "none"))
     if automatic and why_no_tree(model):
         return AutoregressiveTarget(model), None, _nothing
@@ -265,7 +267,7 @@ def _prepare(
 
 
 def _nothing() -> None:
-    """Nothing to keep."""
+    """Keep nothing."""
 
 
 def _refuse(config: Any, processors: Any) -> None:
@@ -290,7 +292,7 @@ def _refuse(config: Any, processors: Any) -> None:
 
 
 def _starts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """Where each row's prompt begins, after its padding on the left."""
+    """Return the index of each row's first prompt token, after its padding on the left."""
     for name, value in model_kwargs.items():
         if name not in _KNOWN and value is not None:
             raise UnsupportedModelError(

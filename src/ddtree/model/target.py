@@ -17,7 +17,7 @@ from ddtree.model import attention
 from ddtree.model.architectures import TESTED, context_limit, decoder_layers, eos_ids, why_no_tree
 from ddtree.model.attention import Visibility, chain_mask, key_positions, uncommitted_columns, visible_keys
 from ddtree.model.compat import cache_argument
-from ddtree.model.cuda_graphs import Graphs
+from ddtree.model.cuda_graphs import CudaGraphs
 from ddtree.model.kv_cache import KVCache
 from ddtree.model.protocol import Forward, TargetModel, TargetWeights
 from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask
@@ -80,7 +80,7 @@ class Target(HuggingFaceTarget, TargetModel[KVCache]):
         )
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
-        self._graphs = Graphs(self.run, self.dtype) if graphs and self.device.type == "cuda" else None
+        self._graphs = CudaGraphs(self.run, self.dtype) if graphs and self.device.type == "cuda" else None
         self.feature_layers: tuple[int, ...] = ()
         self.use_features(feature_layers)
         if self.config.model_type not in TESTED:
@@ -102,7 +102,7 @@ class Target(HuggingFaceTarget, TargetModel[KVCache]):
         self.feature_layers = tuple(layers)
         self._hooks = [self._layers[i].register_forward_hook(self._capture(i)) for i in sorted(set(layers))]
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.clear()
 
     def close(self) -> None:
         """Take our hooks off the model again."""
