@@ -86,18 +86,9 @@ def test_engine_arguments_are_refused_with_their_value(name, value):
 
 def test_what_vllm_sets_by_itself_passes():
     validate.check_engine({})
-    validate.check_engine(
-        {
-            "kv_cache_dtype": "auto",
-            "pipeline_parallel_size": 1,
-            "data_parallel_size": 2,
-            "async_scheduling": False,
-            "enable_lora": False,
-            "kv_transfer_config": None,
-            "runner": "auto",
-            "scheduler_cls": None,
-        }
-    )
+    validate.check_engine({"kv_cache_dtype": "auto", "runner": "auto", "scheduler_cls": None})
+    validate.check_engine({"async_scheduling": False, "enable_lora": False, "kv_transfer_config": None})
+    validate.check_engine({"pipeline_parallel_size": 1, "data_parallel_size": 2})
 
 
 def engine_config(**changed):

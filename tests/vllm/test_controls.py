@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import torch
-from engines import PROMPTS, TOKENS, answers, engine, params
+from engines import PROMPTS, TOKENS, answers, engine, oracle, params
 
 from ddtree.integrations.vllm import model_runner, tree_attention
 from ddtree.tree import ancestor_mask
-from scripted import Scripted
 
 
 def matches(known):
-    """How many of the texts are those of stock vLLM."""
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
-    with engine(known[0], lambda spec, target: Scripted(texts)) as made:
+    """Return how many of the texts are those of stock vLLM."""
+    with engine(known[0], oracle(known)) as made:
         found = answers(made, PROMPTS, params(TOKENS))
     return sum(own == text for own, text in zip(found, known[1], strict=True))
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import vllm
-from engines import PROMPTS, TOKENS, answers, counters, engine, params
+from engines import PROMPTS, TOKENS, answers, counters, drafted, engine, oracle, params
 from vllm.config import CompilationMode
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -15,11 +15,6 @@ from ddtree import stats
 from ddtree.integrations.vllm import drafting, model_runner, timers
 from ddtree.policy import Policy, measure, stands, store
 from scripted import Scripted
-
-
-def oracle(known):
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
-    return lambda spec, target: Scripted(texts)
 
 
 class Clock:
@@ -74,10 +69,7 @@ def test_auto_measures_decides_and_learns(known, monkeypatch, priced):
 
     monkeypatch.setattr(Policy, "learn", watched)
     monkeypatch.setattr(Scheduler, "schedule", scheduling)
-    with engine(known[0], oracle(known), method="auto", budget="auto") as made:
-        for _ in range(3):
-            assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        found = counters(made)
+    found = drafted(known, times=3, method="auto", budget="auto")
     assert found["accepted"] > found["steps"] / 2
     assert len(learnt) > 20 and max(width for width, _, _ in learnt) > 1
     assert all(seconds["verify"] > 0.02 and seconds["walk"] > 0 for _, _, seconds in learnt)
@@ -89,11 +81,7 @@ def test_auto_measures_decides_and_learns(known, monkeypatch, priced):
 
 def test_drafts_that_never_come_true_are_given_up(known, priced):
     priced(lambda tokens: 0.01 + 1e-3 * tokens, draft=2e-3)
-    texts = [prompt + text for prompt, text in zip(PROMPTS, known[1], strict=True)]
-    with engine(known[0], lambda spec, target: Wrong(texts), method="auto", budget="auto") as made:
-        for _ in range(6):
-            assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        found = counters(made)
+    found = drafted(known, oracle(known, Wrong), times=6, method="auto", budget="auto")
     assert found["accepted"] == 0
     assert found["arms"]["off"] > found["steps"] / 2
 
@@ -133,9 +121,7 @@ def test_the_engines_own_counts_are_ours(known, monkeypatch):
         return observe(self, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
 
     monkeypatch.setattr(SpecDecodingStats, "observe_draft", counted)
-    with engine(known[0], oracle(known), disable_log_stats=False) as made:
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        found = counters(made)
+    found = drafted(known, disable_log_stats=False)
     assert (found["drafted_steps"], found["nodes"], found["accepted"]) == tuple(seen.values())
     assert sum(found["accepted_per_depth"].values()) == found["accepted"]
     assert sum(found["arms"].values()) == found["steps"]
@@ -153,8 +139,7 @@ class Failing(Scripted):
 
 
 def test_a_drafter_that_fails_costs_no_text(known):
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
-    with engine(known[0], lambda spec, target: Failing(texts)) as made:
+    with engine(known[0], oracle(known, Failing)) as made:
         assert answers(made, PROMPTS[:1], params(8)) == [known[1][0][:8]]
         assert counters(made)["drafting_failed"] == 0
         for _ in range(2):
@@ -171,8 +156,7 @@ class Clinging(Scripted):
 
 
 def test_a_drafter_that_fails_at_an_end_costs_no_text(known):
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
-    with engine(known[0], lambda spec, target: Clinging(texts)) as made:
+    with engine(known[0], oracle(known, Clinging)) as made:
         assert answers(made, PROMPTS[:1], params(TOKENS)) == known[1][:1]
         before = counters(made)["nodes"]
         assert before
