@@ -44,7 +44,7 @@ def installed() -> tuple[str, str] | None:
 
 
 def report() -> list[CompatibilityLine]:
-    """Return a line for the release and one for the platform; the latter is missing where vLLM is."""
+    """Return a line for the release and one for the platform; a single line where vLLM is not installed."""
     found = installed()
     if found is None:
         return [CompatibilityLine("vLLM", "not installed", f"drafting in vLLM needs it: {REMEDY}")]

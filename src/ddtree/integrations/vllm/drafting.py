@@ -1,4 +1,4 @@
-"""Drafting for vLLM's requests: what the drafter is told of their texts, how much is drafted, and what came of it."""
+"""Drafting for vLLM's requests: the drafter's rows, how much is drafted, and counts of what was accepted."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _no_columns(start: int, stop: int) -> Columns:
 
 @dataclass
 class DraftCounters:
-    """Counts over all requests since the start.
+    """Counts of drafts and their acceptance, over all requests since the start.
 
     Attributes:
         seconds: time by part of the step.
@@ -180,7 +180,7 @@ class DraftScheduler:
         self._seconds = dict(clock.seconds)
 
     def reset_counters(self) -> None:
-        """Begin to count anew."""
+        """Set all counters to zero."""
         self._clock.seconds.update(dict.fromkeys(PARTS, 0.0))
         self.counters = DraftCounters(self._clock.seconds)
 

@@ -85,7 +85,7 @@ def _batch(rows: Sequence[StepRow], blocks: int, block_table: Tensor, block_size
 
 
 def keys_of(kv_cache: Tensor) -> Tensor:
-    """Return a view of the keys in a layer's cache [blocks, Hkv, S, 2 * D], as they lie there: [blocks, Hkv, D, S]."""
+    """Return a view of the keys in a layer's cache [blocks, Hkv, S, 2 * D], as they are stored: [blocks, Hkv, D, S]."""
     blocks, heads, size, width = kv_cache.shape
     return kv_cache.view(blocks, heads, 2, width // 2, size)[:, :, 0]
 
@@ -136,7 +136,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: TreeBatch, scale: float) -> T
 
 @dataclass
 class TreeMetadata(cpu_attn.CPUAttentionMetadata):
-    """Metadata of a step with trees.
+    """Stock metadata of a step, with its trees.
 
     Attributes:
         trees: rows with trees.
@@ -160,6 +160,7 @@ class TreeMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(layer_names)
 
     def build(self, *args: Any, **kwargs: Any) -> TreeMetadata:
+        """Return the stock metadata of a step, with room for its trees."""
         return TreeMetadata(**vars(super().build(*args, **kwargs)))
 
 
@@ -178,6 +179,7 @@ class TreeAttention(cpu_attn.CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
+        """Write the attention of all tokens into `output` and return it; shapes are vLLM's."""
         trees: Sequence[TreeBatch] = getattr(attn_metadata, "trees", ())
         if not trees or attn_metadata.others:
             super().forward(
@@ -194,10 +196,12 @@ class TreeBackend(cpu_attn.CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[TreeAttention]:
+        """Return the class of the layers' attention."""
         return TreeAttention
 
     @staticmethod
     def get_builder_cls() -> type[TreeMetadataBuilder]:
+        """Return the class that builds a step's metadata."""
         return TreeMetadataBuilder
 
 

@@ -15,7 +15,7 @@ tree_attention.register()
 
 
 class TreeWorker(cpu_worker.CPUWorker):
-    """Name it as the engine's `worker_cls`; importing this module registers the attention that trees need."""
+    """The engine's `worker_cls`. Importing this module also registers the attention that trees need."""
 
     model_runner: TreeRunner
 
