@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddtree.errors import UnsupportedModelError
+from ddtree.model.architectures import eos_ids
+from ddtree.model.protocol import TargetWeights
 
 
-class EngineTarget:
+class EngineTarget(TargetWeights):
     """Sizes, embedding and head of vLLM's model, for drafters. vLLM itself runs the forward passes.
 
     Args:
@@ -36,8 +39,11 @@ class EngineTarget:
         self.head = VocabularyWeights(head, self.vocab_size)
         self.device: torch.device = self.embed.weight.device
         self.dtype: torch.dtype = self.embed.weight.dtype
-        self.eos_ids = _eos_ids(model_config)
         self.tokenizer = _tokenizer(model_config)
+        generation = SimpleNamespace(**model_config.try_get_generation_config())
+        self.eos_ids = eos_ids(
+            SimpleNamespace(config=self.config, generation_config=generation), self.tokenizer
+        )
 
 
 class VocabularyWeights(nn.Module):
@@ -71,15 +77,6 @@ def _embedding(model: nn.Module) -> Any:
         f"{type(model).__name__} keeps its embedding where it is not found, so nothing can be drafted for it: serve it "
         "with --drafting off"
     )
-
-
-def _eos_ids(model_config: Any) -> frozenset[int]:
-    found: set[int] = set()
-    for source in (model_config.try_get_generation_config(), vars(model_config.hf_text_config)):
-        value = source.get("eos_token_id")
-        if value is not None:
-            found |= {value} if isinstance(value, int) else set(value)
-    return frozenset(found)
 
 
 def _tokenizer(model_config: Any) -> Any:
