@@ -45,8 +45,10 @@ LAYERS: tuple[dict[str, str], ...] = (
     {
         "stats": "time and counts of a sequence",
         "progress": "a line that tells how far a long job is",
-        "errors": "what a user can cause",
+        "storage": "the cache folder, and files written whole or not at all",
+        "validation": "checks and wording that error messages share",
     },
+    {"errors": "what a user can cause"},
 )
 
 
