@@ -1,4 +1,4 @@
-"""What a request to vLLM asks for, without vLLM: fields, ranges, and where they travel."""
+"""Fields of a request to vLLM and their ranges, without vLLM."""
 
 import json
 from types import SimpleNamespace
@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from ddtree.errors import ConfigError
-from ddtree.integrations.vllm.frontend import FieldError, translate
 from ddtree.integrations.vllm.request_state import within_vocabulary
 from ddtree.integrations.vllm.settings import (
     REFUSED_FIELDS,
@@ -26,24 +25,9 @@ def params(**fields):
     return SimpleNamespace(**(PLAIN | fields))
 
 
-def body(**fields):
-    return json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
-
-
-def moved(**fields):
-    """What a request's fields become for vLLM."""
-    sent = json.loads(translate(body(**fields)))
-    said = sent.pop("vllm_xargs", {}).get("ddtree")
-    return sent, None if said is None else json.loads(said)
-
-
-def test_nothing_said_is_nothing_asked():
-    assert (
-        RequestFields.read(None)
-        == RequestFields.read({})
-        == RequestFields.read({"other": 1})
-        == RequestFields()
-    )
+@pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}])
+def test_nothing_said_is_nothing_asked(extra_args):
+    assert RequestFields.read(extra_args) == RequestFields()
 
 
 @pytest.mark.parametrize("write", [lambda said: said, json.dumps], ids=["object", "text"])
@@ -71,6 +55,11 @@ def test_an_object_and_its_json_text_ask_for_the_same(write):
 def test_what_is_wrong_is_named(said, named):
     with pytest.raises(ConfigError, match=named):
         RequestFields.read({"ddtree": said})
+
+
+def test_a_text_is_parsed_once():
+    first, second = (RequestFields.read({"ddtree": '{"depth": 7, "min_p": 0.25}'}) for _ in range(2))
+    assert first is second
 
 
 def test_sampling_is_this_packages():
@@ -119,64 +108,3 @@ def test_token_ids_that_the_model_lacks_are_left_out():
 def test_text_nested_too_deeply_is_the_requests_error():
     with pytest.raises(ConfigError, match="object"):
         RequestFields.read({"ddtree": "[" * 100_000})
-
-
-def test_requests_that_say_nothing_of_drafting_are_not_touched():
-    nested = b'{"min_p": ' + b"[" * 100_000
-    for sent in (body(temperature=0), b"{", b"[]", b"", b'["min_p"]', b'{"min_p', nested):
-        assert translate(sent) is sent
-
-
-def test_drafting_travels_where_vllm_has_a_place_for_it():
-    sent, said = moved(ddtree={"method": "chain", "depth": 4}, temperature=0)
-    assert sent == {"model": "m", "prompt": "hello", "temperature": 0}
-    assert said == {"method": "chain", "depth": 4}
-
-
-def test_what_vllm_refuses_beside_drafting_travels_with_it():
-    sent, said = moved(min_p=0.1, logit_bias={"7": 3})
-    assert "min_p" not in sent and "logit_bias" not in sent
-    assert said == {"min_p": 0.1, "logit_bias": {"7": 3}}
-
-
-@pytest.mark.parametrize("fields", [{"min_p": None}, {"logit_bias": None}, {"ddtree": None}, {"ddtree": {}}])
-def test_fields_that_ask_for_nothing_are_dropped(fields):
-    assert moved(**fields) == ({"model": "m", "prompt": "hello"}, None)
-
-
-def test_a_clients_own_arguments_stay():
-    sent = json.loads(translate(body(vllm_xargs={"mine": 1}, min_p=0.5)))
-    assert sent["vllm_xargs"] == {"mine": 1, "ddtree": '{"min_p": 0.5}'}
-
-
-@pytest.mark.parametrize("arguments", ["mine", "", []])
-def test_arguments_that_are_no_object_stay_for_vllm_to_refuse(arguments):
-    assert json.loads(translate(body(vllm_xargs=arguments, min_p=0.5)))["vllm_xargs"] == arguments
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"ddtree": {"method": "x"}}, "ddtree"),
-        ({"ddtree": {"depth": 99}}, "ddtree"),
-        ({"ddtree": "tree"}, "ddtree"),
-        ({"min_p": 3}, "min_p"),
-        ({"min_p": "low"}, "min_p"),
-        ({"min_p": ""}, "min_p"),
-        ({"logit_bias": []}, "logit_bias"),
-        ({"logit_bias": {"-1": 3}}, "logit_bias"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"guided_regex": "a+"}, "guided_regex"),
-    ],
-)
-def test_what_is_wrong_in_a_request_is_refused_with_its_field(fields, param):
-    with pytest.raises(FieldError) as refused:
-        translate(body(**fields))
-    assert refused.value.field == param
-
-
-def test_a_bias_of_a_token_that_the_model_lacks_is_refused():
-    assert translate(body(logit_bias={"63": 1}), 64)
-    with pytest.raises(FieldError, match="logit_bias names token 64") as refused:
-        translate(body(logit_bias={"64": 1}), 64)
-    assert refused.value.field == "logit_bias"
