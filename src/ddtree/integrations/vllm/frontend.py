@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ddtree.errors import ConfigError
 from ddtree.integrations.vllm.settings import (
+    COUNTERS_METHOD,
+    DRAFTING_FAILED,
     KEY,
     MOVED_FIELDS,
     RequestFields,
@@ -37,10 +39,6 @@ except ImportError:
 Counts = Mapping[str, float | Mapping[str, float]]
 
 METRICS = "/ddtree/metrics"
-COUNTERS_METHOD = "ddtree_counters"
-"""Name of the worker's method that returns its counters."""
-DRAFTING_FAILED = "drafting_failed"
-"""Name of the counter that is a state: 1 where drafting has failed."""
 _ARGUMENTS = "vllm_xargs"
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend")
 _MOVED = (KEY, *MOVED_FIELDS)

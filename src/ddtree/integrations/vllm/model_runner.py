@@ -22,7 +22,6 @@ from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.integrations.vllm import tree_attention, validate
 from ddtree.integrations.vllm.drafting import DrafterRows, DraftScheduler
 from ddtree.integrations.vllm.engine_target import EngineTarget
-from ddtree.integrations.vllm.frontend import DRAFTING_FAILED
 from ddtree.integrations.vllm.request_state import (
     RequestState,
     StepRow,
@@ -31,7 +30,7 @@ from ddtree.integrations.vllm.request_state import (
     sampler_output,
     verify,
 )
-from ddtree.integrations.vllm.settings import KEY, WORKER, PluginSettings
+from ddtree.integrations.vllm.settings import DRAFTING_FAILED, KEY, WORKER, PluginSettings
 from ddtree.integrations.vllm.timers import EngineTimer, runtime
 from ddtree.policy import Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel

@@ -26,6 +26,10 @@ ADMISSION = "ddtree.integrations.vllm.frontend:RequestCheck"
 """One of the engine's `logits_processors`: it checks requests in the front end."""
 MIDDLEWARE = "ddtree.integrations.vllm.frontend.Middleware"
 """The HTTP server's `--middleware`."""
+COUNTERS_METHOD = "ddtree_counters"
+"""Name of the worker's method that returns its counters."""
+DRAFTING_FAILED = "drafting_failed"
+"""Name of the counter that is a state: 1 where drafting has failed."""
 
 MOVED_FIELDS = ("min_p", "logit_bias")
 """Fields that vLLM refuses beside any drafting; they come in `extra_args` and are applied on each path of a tree."""
