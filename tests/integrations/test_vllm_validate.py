@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from ddtree.errors import ConfigError, UnsupportedModelError
-from ddtree.integrations.vllm import validate as refusals
-from ddtree.integrations.vllm.settings import Settings
+from ddtree.integrations.vllm import validate
+from ddtree.integrations.vllm.settings import PluginSettings
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from ddtree.integrations.vllm.settings import Settings
     ids=lambda config: config.model_type,
 )
 def test_plain_attention_passes(config):
-    refusals.check_model("m", config)
+    validate.check_model("m", config)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_plain_attention_passes(config):
 )
 def test_models_are_refused_by_what_they_have(config, reason):
     with pytest.raises(UnsupportedModelError, match=reason) as refused:
-        refusals.check_model("some/model", config)
+        validate.check_model("some/model", config)
     assert "some/model" in str(refused.value) and "--drafting off" in str(refused.value)
 
 
 def test_every_reason_is_named():
     with pytest.raises(UnsupportedModelError, match="sliding-window attention and soft-caps"):
-        refusals.check_model("m", Gemma2Config())
+        validate.check_model("m", Gemma2Config())
 
 
 @pytest.mark.parametrize(
@@ -80,29 +80,20 @@ def test_every_reason_is_named():
 )
 def test_engine_arguments_are_refused_with_their_value(name, value):
     with pytest.raises(ConfigError) as refused:
-        refusals.check_engine({name: value})
+        validate.check_engine({name: value})
     assert f"{name}={value}" in str(refused.value)
 
 
 def test_what_vllm_sets_by_itself_passes():
-    refusals.check_engine({})
-    refusals.check_engine(
-        {
-            "kv_cache_dtype": "auto",
-            "pipeline_parallel_size": 1,
-            "data_parallel_size": 2,
-            "async_scheduling": False,
-            "enable_lora": False,
-            "kv_transfer_config": None,
-            "runner": "auto",
-            "scheduler_cls": None,
-        }
-    )
+    validate.check_engine({})
+    validate.check_engine({"kv_cache_dtype": "auto", "runner": "auto", "scheduler_cls": None})
+    validate.check_engine({"async_scheduling": False, "enable_lora": False, "kv_transfer_config": None})
+    validate.check_engine({"pipeline_parallel_size": 1, "data_parallel_size": 2})
 
 
 def engine_config(**changed):
     """As vLLM makes it of the plugin's arguments."""
-    given = Settings(nodes=8).engine_arguments()
+    given = PluginSettings(nodes=8).engine_arguments()
     return SimpleNamespace(
         speculative_config=changed.get(
             "speculative_config", SimpleNamespace(**given["speculative_config"] | changed)
@@ -114,7 +105,7 @@ def engine_config(**changed):
 
 
 def test_the_whole_plugin_passes():
-    refusals.check_plugin(engine_config(), 8)
+    validate.check_plugin(engine_config(), 8)
 
 
 @pytest.mark.parametrize(
@@ -129,4 +120,4 @@ def test_the_whole_plugin_passes():
 )
 def test_the_worker_without_a_part_of_the_plugin_is_refused(changed):
     with pytest.raises(ConfigError, match="engine_arguments"):
-        refusals.check_plugin(engine_config(**changed), 8)
+        validate.check_plugin(engine_config(**changed), 8)

@@ -1,16 +1,25 @@
-"""The middleware of vLLM's server, before apps that stand for vLLM."""
+"""The middleware of vLLM's server, in front of apps that replace vLLM: bodies, refusals, counters."""
 
 import asyncio
 import json
 from types import SimpleNamespace
 
-from ddtree.integrations.vllm.frontend import METRICS, Middleware, Refusal
+import pytest
+
+from ddtree.integrations.vllm.frontend import METRICS, FieldError, Middleware, translate
 
 WRONG = {"method": "x"}
 
 
 def body(**fields):
     return json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
+
+
+def moved(**fields):
+    """What a request's fields become for vLLM."""
+    sent = json.loads(translate(body(**fields)))
+    said = sent.pop("vllm_xargs", {}).get("ddtree")
+    return sent, None if said is None else json.loads(said)
 
 
 async def echo(scope, receive, send):
@@ -29,7 +38,7 @@ async def mending(scope, receive, send):
     """Answers what cannot be read by itself, as FastAPI does."""
     try:
         await receive()
-    except Refusal:
+    except FieldError:
         await answer(send, 400, b"There was an error parsing the body")
 
 
@@ -48,7 +57,7 @@ def exchanged(incoming, app=echo, path="/v1/completions", method="POST", state=N
     async def send(message):
         outgoing.append(message)
 
-    headers = [(b"Content-Type", b"application/json"), (b"content-length", b"1000")]
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"1000")]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": state}
     asyncio.run(Middleware(app)(scope, receive, send))
     return outgoing, len(incoming) - len(waiting)
@@ -74,7 +83,7 @@ def test_requests_are_passed_on_changed():
 
 def test_the_app_is_told_no_length_that_is_another_one():
     async def app(scope, receive, send):
-        assert [name for name, _ in scope["headers"]] == [b"Content-Type"]
+        assert [name for name, _ in scope["headers"]] == [b"content-type"]
         await echo(scope, receive, send)
 
     assert asked(body(ddtree={}), app=app)[0] == 200
@@ -132,3 +141,64 @@ def test_the_counters_of_all_engines_are_summed():
     assert "# TYPE ddtree_vllm_nodes_total counter" in lines
     assert "# TYPE ddtree_vllm_drafting_failed gauge" in lines and "ddtree_vllm_drafting_failed 1" in lines
     assert not any("tau" in line for line in lines)
+
+
+def test_requests_that_say_nothing_of_drafting_are_not_touched():
+    nested = b'{"min_p": ' + b"[" * 100_000
+    for sent in (body(temperature=0), b"{", b"[]", b"", b'["min_p"]', b'{"min_p', nested):
+        assert translate(sent) is sent
+
+
+def test_drafting_travels_where_vllm_has_a_place_for_it():
+    sent, said = moved(ddtree={"method": "chain", "depth": 4}, temperature=0)
+    assert sent == {"model": "m", "prompt": "hello", "temperature": 0}
+    assert said == {"method": "chain", "depth": 4}
+
+
+def test_what_vllm_refuses_beside_drafting_travels_with_it():
+    sent, said = moved(min_p=0.1, logit_bias={"7": 3})
+    assert "min_p" not in sent and "logit_bias" not in sent
+    assert said == {"min_p": 0.1, "logit_bias": {"7": 3}}
+
+
+@pytest.mark.parametrize("fields", [{"min_p": None}, {"logit_bias": None}, {"ddtree": None}, {"ddtree": {}}])
+def test_fields_that_ask_for_nothing_are_dropped(fields):
+    assert moved(**fields) == ({"model": "m", "prompt": "hello"}, None)
+
+
+def test_a_clients_own_arguments_stay():
+    sent = json.loads(translate(body(vllm_xargs={"mine": 1}, min_p=0.5)))
+    assert sent["vllm_xargs"] == {"mine": 1, "ddtree": '{"min_p": 0.5}'}
+
+
+@pytest.mark.parametrize("arguments", ["mine", "", []])
+def test_arguments_that_are_no_object_stay_for_vllm_to_refuse(arguments):
+    assert json.loads(translate(body(vllm_xargs=arguments, min_p=0.5)))["vllm_xargs"] == arguments
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ddtree": {"method": "x"}}, "ddtree"),
+        ({"ddtree": {"depth": 99}}, "ddtree"),
+        ({"ddtree": "tree"}, "ddtree"),
+        ({"min_p": 3}, "min_p"),
+        ({"min_p": "low"}, "min_p"),
+        ({"min_p": ""}, "min_p"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": {"-1": 3}}, "logit_bias"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+    ],
+)
+def test_what_is_wrong_in_a_request_is_refused_with_its_field(fields, param):
+    with pytest.raises(FieldError) as refused:
+        translate(body(**fields))
+    assert refused.value.field == param
+
+
+def test_a_bias_of_a_token_that_the_model_lacks_is_refused():
+    assert translate(body(logit_bias={"63": 1}), 64)
+    with pytest.raises(FieldError, match="logit_bias names token 64") as refused:
+        translate(body(logit_bias={"64": 1}), 64)
+    assert refused.value.field == "logit_bias"

@@ -9,8 +9,8 @@ import talker
 import tiny
 from ddtree.cli import main, serve
 from ddtree.errors import ConfigError
-from ddtree.integrations.vllm import options
-from ddtree.integrations.vllm.settings import Settings
+from ddtree.integrations.vllm import launch
+from ddtree.integrations.vllm.settings import ADMISSION, MIDDLEWARE, WORKER, PluginSettings
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def flags(target):
     """vLLM's options for those given, as a dict from each to its values."""
 
     def call(*given, further=()):
-        line = options.flags(parsed(target, "--engine", "vllm", *given), parsed(), further)
+        line = launch.command_line(parsed(target, "--engine", "vllm", *given), parsed(), further)
         found = {}
         for word in line:
             if word.startswith("--"):
@@ -43,15 +43,15 @@ def flags(target):
 
 def settings(found):
     (text,) = found["--additional-config"]
-    return Settings.from_dict(json.loads(text)["ddtree"])
+    return PluginSettings.from_dict(json.loads(text)["ddtree"])
 
 
 def test_the_plugin_is_named_to_vllm(flags, target):
     found = flags()
     assert found["--model"] == [target] and found["--served-model-name"] == [target]
-    assert found["--worker-cls"] == ["ddtree.integrations.vllm.worker.TreeWorker"]
-    assert found["--middleware"] == ["ddtree.integrations.vllm.frontend.Middleware"]
-    assert found["--logits-processors"] == ["ddtree.integrations.vllm.admission:Admission"]
+    assert found["--worker-cls"] == [WORKER]
+    assert found["--middleware"] == [MIDDLEWARE]
+    assert found["--logits-processors"] == [ADMISSION]
     assert json.loads(found["--speculative-config"][0])["method"] == "custom_class"
     assert "--no-async-scheduling" in found
 
@@ -81,13 +81,13 @@ def test_drafting_options_become_the_workers_settings(flags):
 
 
 def test_several_drafters_are_merged(flags):
-    assert settings(flags("--drafter", "lookup", "--drafter", "draft:x")).drafter == ("lookup", "draft:x")
+    assert settings(flags("--drafter", "lookup", "--drafter", "draft:x")).drafter == ["lookup", "draft:x"]
 
 
 def test_auto_is_lookup_where_no_drafter_ships(flags):
     assert settings(flags()).drafter == "lookup"
     assert settings(flags("--drafter", "auto")).drafter == "lookup"
-    assert options.settings_of(parsed("demo")).drafter == "demo"
+    assert launch.settings_of(parsed("demo")).drafter == "demo"
 
 
 def test_none_and_mixed_auto_are_refused(flags):
@@ -139,12 +139,12 @@ def test_options_without_a_counterpart_are_refused_by_name(flags, given, remedy)
 
 
 def test_every_option_is_taken_over_or_refused():
-    known = options._KNOWN | set(options._ELSEWHERE)
+    known = launch._KNOWN | set(launch._INSTEAD)
     assert set(vars(parsed())) <= known
 
 
 def test_vllms_own_options_come_last(flags, target):
-    line = options.flags(parsed(target), parsed(), ["--port", "1", "--max-num-seqs", "2"])
+    line = launch.command_line(parsed(target), parsed(), ["--port", "1", "--max-num-seqs", "2"])
     assert line[-4:] == ["--port", "1", "--max-num-seqs", "2"]
 
 
@@ -164,13 +164,11 @@ def test_vllms_options_that_the_plugin_sets_are_refused_unless_it_is_off(flags, 
 def test_environment_leaves_what_is_set(monkeypatch, target):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    found = options.environment(parsed(target, "--threads", "3"))
+    found = launch.environment(parsed(target, "--threads", "3"))
     assert found["OMP_NUM_THREADS"] == "3" and found["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert found["HF_HUB_OFFLINE"] == "1" and "HF_HUB_OFFLINE" not in options.environment(
-        parsed("some/model")
-    )
+    assert found["HF_HUB_OFFLINE"] == "1" and "HF_HUB_OFFLINE" not in launch.environment(parsed("some/model"))
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert "OMP_NUM_THREADS" not in options.environment(parsed(target, "--threads", "3"))
+    assert "OMP_NUM_THREADS" not in launch.environment(parsed(target, "--threads", "3"))
 
 
 def fails(capsys, *given):
