@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from ddtree.server.limits import Limits
 
 import ddtree
 import fakes
@@ -12,7 +13,6 @@ from ddtree.bench.load import LoadPlan, TimedReply, drafting_fields, load_table,
 from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.cli import main
 from ddtree.errors import ConfigError
-from ddtree.server.limits import Limits
 from ddtree.server.worker import Service
 
 PROMPTS = [BenchPrompt(str(i), "chat", ("hello",)) for i in range(10)]

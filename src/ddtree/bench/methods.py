@@ -22,7 +22,7 @@ from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError, PromptError
-from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
+from ddtree.policy import AutoBudget, AutoMethod, Policy, cache, calibration
 from ddtree.policy.acceptance import Acceptance
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.stats import Clock
@@ -208,7 +208,7 @@ class EngineMethod:
         if self.policy is None or not self._contexts:
             return []
         context = statistics.mean(self._contexts)
-        seconds = [round(self.policy.costs.verify(width - 1, 1, context), 7) for width in _WIDTHS]
+        seconds = [round(self.policy.latency.verify(width - 1, 1, context), 7) for width in _WIDTHS]
         return [
             {"kind": "policy", "cell": self.name, "state": self.policy.state()},
             {"kind": "latency", "cell": self.name, "context": context, "widths": _WIDTHS, "seconds": seconds},
@@ -358,12 +358,14 @@ class ModelPair:
         """Return the acceptance that earlier runs or the drafter's makers have learnt: each policy begins with it."""
         if self.drafter is None:
             return {}
-        return memory.recall(store.key(self.target, self.drafter), self._model.drafter_folder)
+        return cache.recall_acceptance(cache.key(self.target, self.drafter), self._model.drafter_folder)
 
     def _policy(self, spec: MethodSpec) -> Policy | None:
         """Return a policy for an adaptive method, as a user's first request has it."""
         if not spec.adaptive:
             return None
         drafter = drafter_of(spec, self.drafter)
-        latency = store.obtain(store.key(self.target, drafter), lambda: measure.quick(self.target, drafter))
+        latency = cache.obtain(
+            cache.key(self.target, drafter), lambda: calibration.quick(self.target, drafter)
+        )
         return Policy(latency, self.acceptance())
