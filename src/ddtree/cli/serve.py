@@ -19,6 +19,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ddtree serve`."""
     options.add_model_options(parser, positional=True)
     options.add_drafting_options(parser)
     group = parser.add_argument_group("engine")
@@ -80,10 +81,13 @@ def _add_security(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; return 0. Raises ConfigError and the errors of `load`."""
     if args.engine == "vllm":
         return _on_vllm(args)
-    if args.further:
-        raise ConfigError(f"{args.further[0]} after -- is for --engine vllm: give it before, or drop the --")
+    if args.passthrough:
+        raise ConfigError(
+            f"{args.passthrough[0]} after -- is for --engine vllm: give it before, or drop the --"
+        )
     if args.drafting == "off":
         raise ConfigError("--drafting off is for --engine vllm: give --method off")
     try:
@@ -127,7 +131,7 @@ def _on_vllm(args: argparse.Namespace) -> int:
 
     defaults = argparse.ArgumentParser()
     add_arguments(defaults)
-    return serve(args, defaults.parse_args([]), _api_keys(args), args.further)
+    return serve(args, defaults.parse_args([]), _api_keys(args), args.passthrough)
 
 
 def _limits(args: argparse.Namespace) -> ServerLimits:
@@ -186,7 +190,7 @@ def _keys(file: Path) -> list[str]:
 
 
 def _name(target: str) -> str:
-    """What clients call a target: a folder by its last part, others as they are."""
+    """Return the name of a target for clients: a folder's last part, others as they are."""
     folder = Path(target).expanduser()
     return folder.resolve().name if folder.is_dir() else target
 
