@@ -13,7 +13,7 @@ from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.cli import main
 from ddtree.errors import ConfigError
 from ddtree.server.config import ServerLimits
-from ddtree.server.worker import EngineThread
+from ddtree.server.engine_thread import EngineThread
 
 PROMPTS = [BenchPrompt(str(i), "chat", ("hello",)) for i in range(10)]
 

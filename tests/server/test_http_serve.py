@@ -18,8 +18,8 @@ import fakes
 import talker
 from ddtree.cli import main
 from ddtree.server.config import DraftSettings
+from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import TokenDelta
-from ddtree.server.worker import EngineThread
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 

@@ -21,13 +21,13 @@ from ddtree import prompts
 from ddtree.errors import DDTreeError
 from ddtree.server import http, openai, schemas
 from ddtree.server.config import HttpSettings
+from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import DeltaQueue
 from ddtree.server.http import ApiError, invalid_value, json_response
 from ddtree.server.metrics import CONTENT_TYPE
 from ddtree.server.security import AuthMiddleware, BodyLimit
 from ddtree.server.state import AppState
 from ddtree.server.tokens import encode_chat
-from ddtree.server.worker import EngineThread
 
 STATE_EVERY = 1.0
 """Seconds between two states in the stream of events."""
@@ -90,33 +90,29 @@ def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> Fa
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.add_exception_handler(RequestValidationError, _answer_invalid)
-    app.add_exception_handler(HTTPException, _answer_refused)
-    app.add_exception_handler(DDTreeError, _answer_failed)
-    app.add_exception_handler(Exception, _answer_failed)
+    for kind in (RequestValidationError, HTTPException, DDTreeError, Exception):
+        app.add_exception_handler(kind, _answer_error)
     return app
 
 
-async def _answer_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return http.validation_error(error).response()
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        known = http.validation_error(error)
+    elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        known = _routing_error(request.url.path, error)
+    else:
+        schema = _SCHEMAS.get(request.url.path)
+        known = http.api_error(error, schema.model_fields if schema else None)
+    return known.response()
 
 
-async def _answer_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _routing_error(path: str, error: HTTPException) -> ApiError:
+    """Return an error of FastAPI's own in OpenAI's form."""
     if error.detail == "There was an error parsing the body":
-        error = ApiError(400, "the body is no JSON: its encoding or its depth is wrong", code="invalid_json")
-    elif error.status_code == 404 and error.detail == "Not Found":
-        message = f"there is nothing at {request.url.path}: the API is under /v1"
-        error = ApiError(404, message, code="not_found")
-    elif not isinstance(error, ApiError):
-        error = ApiError(error.status_code, str(error.detail), headers=error.headers)
-    return error.response()
-
-
-async def _answer_failed(request: Request, error: Exception) -> Response:
-    schema = _SCHEMAS.get(request.url.path)
-    return http.api_error(error, schema.model_fields if schema else None).response()
+        return ApiError(400, "the body is no JSON: its encoding or its depth is wrong", code="invalid_json")
+    if error.status_code == 404 and error.detail == "Not Found":
+        return ApiError(404, f"there is nothing at {path}: the API is under /v1", code="not_found")
+    return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 
 @router.get("/v1/models")
