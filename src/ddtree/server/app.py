@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 import ddtree
 from ddtree import prompts
@@ -56,6 +57,15 @@ router = APIRouter()
 
 class DashboardFiles(StaticFiles):
     """Serves the dashboard's files, with headers that forbid scripts and requests of other hosts."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """Return the response for a file. Raises HTTPException for a name that is not there."""
+        try:
+            return await super().get_response(path, scope)
+        except HTTPException as error:
+            if error.status_code == 404:
+                raise HTTPException(404, f"the dashboard has no file {path!r}") from error
+            raise
 
     def file_response(self, *args: Any, **options: Any) -> Response:
         """Return a file, or 304 for a browser that has it."""
