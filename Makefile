@@ -26,47 +26,61 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN = $(VENV)/bin
+# What is installed follows from these: another set of requirements, or another clone, is installed anew.
+KEY := $(shell { cat pyproject.toml; echo "$(CURDIR)"; } | cksum | cut -d ' ' -f 1)
+DEMO = $(VENV)/demo-$(KEY).stamp
+DEV = $(VENV)/dev-$(KEY).stamp
 TORCH_STAMP = $(VENV)/$(subst /,-,$(subst =,-,$(TORCH))).stamp
 PIP = $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Two workers of one thread each beat one of two: the models of the tests are tiny.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-.PHONY: demo test test-exhaustive test-oldest test-vllm browser lint format types check clean
+.PHONY: demo test test-exhaustive test-oldest test-vllm environment browser lint format types size check clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/demo.stamp
+demo: $(DEMO)
 	$(BIN)/ddtree demo
 
-test: $(VENV)/dev.stamp
+test: $(DEV)
 	$(PYTEST)
 
 # The tests that take minutes each and show nothing that `make test` does not imply.
-test-exhaustive: $(VENV)/dev.stamp
+test-exhaustive: $(DEV)
 	$(PYTEST) -m exhaustive
 
 # The other end of the supported range: the tests that touch transformers, against its oldest release.
-test-oldest: $(VENV)/oldest.stamp
+OLDEST_STAMP = $(VENV)/oldest-$(subst /,-,$(subst =,-,$(OLDEST))).stamp
+OLDEST_TESTS = tests/model/test_compat.py tests/model/test_target.py tests/engine/test_engine.py \
+  tests/integrations/test_transformers.py tests/test_equality.py
+test-oldest: $(OLDEST_STAMP)
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
-	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(wildcard tests/model/test_compat.py tests/model/test_target.py tests/engine/test_engine.py tests/integrations/test_transformers.py)
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) -k "llama or not equality" $(OLDEST_TESTS)
 
 # The plugin inside vLLM's engine; never a part of `make test`. One thread, and one engine at a time.
 test-vllm: $(VLLM_VENV)/vllm.stamp
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
 
+# All that the tests need, theirs against the oldest transformers included.
+environment: $(DEV) $(OLDEST_STAMP)
+
 # What the dashboard's tests need beside a Chromium on the path; they are skipped without the two.
-browser: $(VENV)/dev.stamp
+browser: $(DEV)
 	$(PIP) install "$(PLAYWRIGHT)"
 
-lint: $(VENV)/dev.stamp
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(VENV)/dev.stamp
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(VENV)/dev.stamp
+types: $(DEV)
 	$(BIN)/mypy
+
+# How large the package is, and what imports what.
+size: $(DEV)
+	$(BIN)/python tools/size.py
 
 check: lint types test
 
@@ -80,18 +94,20 @@ $(TORCH_STAMP):
 	$(PIP) install "$(TORCH)" $$($(BIN)/python tools/torch_index.py "$(TORCH_INDEX)")
 	@touch "$@"
 
-$(VENV)/demo.stamp: $(TORCH_STAMP) pyproject.toml
+$(DEMO): $(TORCH_STAMP)
 	@echo "==> installing ddtree, once"
 	$(PIP) install -e '.[gguf]'
+	@rm -f $(VENV)/demo-*.stamp $(VENV)/dev-*.stamp
 	@touch "$@"
 
-$(VENV)/dev.stamp: $(TORCH_STAMP) pyproject.toml
+$(DEV): $(TORCH_STAMP)
 	@echo "==> installing ddtree and the test tools, once"
 	$(PIP) install -e '.[dev]'
+	@rm -f $(VENV)/demo-*.stamp $(VENV)/dev-*.stamp
 	@touch "$@"
 
 # Laid over the environment, so that torch and the test tools are installed once.
-$(VENV)/oldest.stamp: $(VENV)/dev.stamp
+$(OLDEST_STAMP): $(TORCH_STAMP)
 	@echo "==> installing $(OLDEST), once"
 	rm -rf $(VENV)/oldest
 	$(PIP) install --target $(VENV)/oldest "$(OLDEST)"

@@ -39,8 +39,8 @@ from ddtree.policy.latency import LatencyModel, Sample
 from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
 from ddtree.train.data import Example
-from ddtree.train.evaluate import Follow, show
-from ddtree.tree import MAX_BUDGET, MAX_DEPTH, walk
+from ddtree.train.evaluate import show
+from ddtree.tree import MAX_BUDGET, MAX_DEPTH, following, walk
 
 FIXED = (
     "off",
@@ -162,7 +162,8 @@ class Decoding:
         while text.left:
             drafting, known = text.left > 1, len(text.tokens)
             plan = self.planner.plan([text], MAX_BUDGET)
-            path, arm = walk(plan.tree, Follow([whole], [known - 1]))[0], plan.choices[0].arm
+            paths, _ = walk(plan.tree, [text.tokens], following([whole]))
+            path, arm = paths[0], plan.choices[0].arm
             made = whole[known : known + len(path)]
             text.tokens, text.fresh = text.tokens + made, False
             show(self.drafter, 0, example, slice(known - 1, len(text.tokens) - 1), self.target.dtype)

@@ -105,7 +105,6 @@ def our_rounds(network: DFlashNet, features: Tensor, slots: Tensor) -> list[Tens
     for stop, block in zip((PROMPT, PROMPT + ACCEPTED), slots, strict=True):
         cache.open(0, 1, stop - start)
         network.inject(network.context(features[None, start:stop]), torch.arange(start, stop)[None], cache)
-        cache.advance()
         cache.commit([list(range(stop - start))])
         width = cache.open(0, 1, len(block))
         positions = torch.arange(stop, width)[None]

@@ -46,3 +46,13 @@ def decode(model: Any, prompt: list[int], params: SamplingParams, length: int) -
                 scores = scores.log_softmax(-1) + noise.gumbel(len(tokens))
             tokens.append(int(scores.argmax()))
     return tokens[len(prompt) :]
+
+
+def layer_outputs(model: Any, texts: list[list[int]], layer: int) -> list[Tensor]:
+    """Hidden states [tokens, H] after a decoder layer, 0-based and not the last, of each text by one whole forward."""
+    with torch.inference_mode():
+        outputs = [
+            model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
+            for text in texts
+        ]
+    return [states[layer + 1][0] for states in outputs]

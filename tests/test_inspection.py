@@ -9,7 +9,7 @@ import talker
 import tiny
 from ddtree.drafters import loading
 from ddtree.drafters.dflash import checkpoint
-from ddtree.drafters.dflash.files import write_head
+from ddtree.drafters.dflash.head_checkpoint import write_head
 from ddtree.drafters.dflash.heads import Markov
 from ddtree.drafters.ngram_builder import build_table
 from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError

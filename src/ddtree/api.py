@@ -30,9 +30,8 @@ from ddtree.model.target import Target
 from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel
 from ddtree.prompts import Message, Prompt
-from ddtree.sampling.params import check_whole
 from ddtree.sampling.sampler import SamplingParams
-from ddtree.validation import did_you_mean
+from ddtree.validation import check_whole, did_you_mean
 
 __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
 
@@ -398,7 +397,7 @@ class Stream(Iterator[Piece]):
         self._result: Result | None = None
         self._model = model
         self._sequence = sequence
-        self._told = sequence.prompt_length
+        self._tokens: list[int] = []  # chosen, and not yet given out with a piece
 
     @property
     def result(self) -> Result:
@@ -442,12 +441,12 @@ class Stream(Iterator[Piece]):
             if ended:
                 self._result = Result.of(sequence)
                 _raise_error(sequence)
-            text = "" if sequence.text is None else sequence.text.take()
-            told, known = self._told, len(sequence.tokens)
-            if not (text or ended or (sequence.text is None and known > told)):
+            new = sequence.take_new()
+            self._tokens += new.tokens
+            if not (new.text or ended or (sequence.text is None and self._tokens)):
                 return None
-            self._told = known
-            return Piece(text, sequence.tokens[told:known], self._result)
+            tokens, self._tokens = self._tokens, []
+            return Piece(new.text, tokens, self._result)
 
 
 def _automatic(target: Any) -> DrafterSpec:

@@ -1,4 +1,4 @@
-"""Prompts as users give them, made into token ids: raw text, chat messages, or ids."""
+"""Prompts as users give them (text, chat messages or token ids), made into token ids."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ddtree.errors import ConfigError, PromptError
 Message = Mapping[str, Any]
 """One turn of a conversation: {"role": ..., "content": ...}."""
 Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or the messages of a chat."""
 
 
 def is_batch(prompt: Any) -> bool:
-    """Whether this is a list of prompts rather than one: a list of neither token ids nor messages."""
+    """Return whether this is a list of prompts rather than one: a list of neither token ids nor messages."""
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     return not isinstance(prompt[0], int | Mapping)
@@ -22,7 +23,7 @@ def is_batch(prompt: Any) -> bool:
 def encode(
     tokenizer: Any, prompt: Any, *, chat: bool = False, template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The token ids of one prompt.
+    """Return the token ids of one prompt.
 
     Raw text gets the special tokens that the tokenizer adds by itself, unless it begins with the beginning-of-sequence
     token already; a chat template writes its own, so none are added to its text.
@@ -80,6 +81,7 @@ def _check_text(prompt: Any) -> None:
 
 
 def _templated(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of messages in the tokenizer's chat template."""
     _check_text(messages)
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
@@ -98,6 +100,7 @@ def _templated(tokenizer: Any, messages: Sequence[Message], options: Mapping[str
 
 
 def _known(tokenizer: Any) -> Any:
+    """Return the tokenizer; raise PromptError when there is none."""
     if tokenizer is None:
         raise PromptError("the target has no tokenizer: give token ids, or load it with tokenizer=...")
     return tokenizer

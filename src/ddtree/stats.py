@@ -1,4 +1,4 @@
-"""What a run measures of itself: time by part of the round, rounds, accepted depths."""
+"""Measure decoding: time by part of the round, rounds, accepted depths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ PARTS = ("prefill", "draft", "build", "verify", "walk", "commit")
 
 
 class Clock:
-    """Seconds spent in named parts; an inner part's time is not counted to the outer one."""
+    """Counts seconds spent in named parts, as in `with clock("draft"):`.
+
+    The time of an inner part does not count to the outer one.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -41,12 +44,12 @@ class Stats:
     """Figures of one sequence.
 
     Attributes:
-        cached_tokens: prompt tokens whose keys and values came from the prefix store.
+        cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         rounds: verifications it took part in.
         accepted: how often 0, 1, 2, ... drafted tokens were accepted in a round.
-        arms: how many rounds were decoded in which way ("off", "tree@dflash", ...).
+        arms: number of rounds by arm ("off", "tree@dflash", ...).
         nodes: drafted nodes verified in all.
-        seconds: time by part of the round, of all rounds it took part in (shared with the rows beside it).
+        seconds: time by part of the round, over all its rounds (shared with the rows decoded beside it).
         ttft: seconds from joining to the first token.
         total: seconds from joining to the end.
     """
@@ -76,10 +79,11 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
+        """Output tokens per second, prefill included."""
         return self.output_tokens / self.total if self.total else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """The figures as plain JSON values."""
+        """Return the figures as plain JSON values."""
         return {
             "method": self.method,
             "drafter": self.drafter,

@@ -1,7 +1,6 @@
 """The engine: exact lengths, endings, batches and rows, whatever is drafted."""
 
 import pytest
-import torch
 
 import reference
 import tiny
@@ -234,8 +233,7 @@ def test_no_buffer_grows_with_the_square_of_the_context(prompts, texts):
     sequence = engine.add(prompts[0], greedy())
     run(engine, [sequence])
     assert sequence.tokens == texts[0]
-    assert engine._cache._keys[0].shape[2] <= 512
-    assert torch.is_tensor(engine._cache._keys[0])
+    assert 0 < engine._cache.capacity <= 512
 
 
 @pytest.mark.parametrize("kind", ["tree", "draft", "merged"])
@@ -318,3 +316,46 @@ def test_a_closed_engine_cancels_what_runs_and_takes_no_more(model, prompts, tex
     assert engine.idle and engine._cache.rows == 0 and engine.drafter.seen == []
     with pytest.raises(ConfigError, match="the engine is closed: load the model again"):
         engine.add(prompts[0], greedy())
+
+
+def test_what_a_processor_raises_after_a_stop_does_not_count(model, prompts, texts):
+    answer = texts[0][len(prompts[0]) :]
+    at = next(i for i in range(2, 5) if answer[i] not in answer[:i])
+    asked = []
+
+    def failing(prefix, logits):
+        asked.append(len(prefix) - len(prompts[0]))
+        if asked[-1] > at:
+            raise RuntimeError("asked after the stop")
+        return logits
+
+    params = greedy(processors=(failing,), stop_token_ids=(answer[at],))
+    one = decode(model, Scripted(texts, reach=6), prompts[0], params)
+    assert (one.finish_reason, one.error, one.output) == ("stop", None, answer[: at + 1])
+    assert max(asked) == at + 1
+
+
+def test_a_sequence_that_its_processor_cancels_keeps_the_tokens_chosen_before(model, prompts, texts):
+    def cancelling(prefix, logits):
+        if len(prefix) == len(texts[0]) - LENGTH + 5:
+            engine.cancel(one)
+        return logits
+
+    for drafter in (None, Scripted(texts, reach=8)):
+        engine = Engine(Target(model), drafter)
+        one = engine.add(prompts[0], greedy(processors=(cancelling,)), budget=32)
+        run(engine, [one])
+        assert (one.finish_reason, one.output) == ("cancelled", texts[0][-LENGTH:][:5])
+
+
+def test_each_part_of_an_answer_is_taken_once(model, prompts, texts):
+    engine = Engine(Target(model), Scripted(texts))
+    one = engine.add(prompts[0], greedy(logprobs=0))
+    taken = []
+    while one.finish_reason is None:
+        engine.step()
+        taken.append(one.take_new())
+    assert [token for part in taken for token in part.tokens] == one.output
+    assert [origin for part in taken for origin in part.origins] == one.origins
+    assert [entry for part in taken for entry in part.logprobs] == one.logprobs
+    assert one.take_new().tokens == []

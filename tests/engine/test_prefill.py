@@ -158,7 +158,7 @@ def test_memory_that_runs_out_ends_the_joining_sequence_only(model, texts, monke
         raise error("full")
 
     owner, name = {
-        "prefill": (engine._joining, "_chunks"),
+        "prefill": (engine._scheduler.prefill, "_chunks"),
         "take": (engine._cache, "take"),
         "observe": (engine.drafter, "observe"),
     }[where]

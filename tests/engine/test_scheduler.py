@@ -31,9 +31,9 @@ def kept(engine):
     """Bytes of the tensors that are kept of the tokens of an engine."""
     caches = [engine._cache, *(holding.cache for holding in holdings_of(engine.drafter))]
     features = [part for one in backbones(engine.drafter) for row in one._unread for part in row]
-    if engine._joining is not None:
-        caches.append(engine._joining.cache)
-        features += [part for _, part in engine._joining.observed if part is not None]
+    if engine._scheduler.prefill is not None:
+        caches.append(engine._scheduler.prefill.cache)
+        features += [part for _, part in engine._scheduler.prefill.observed if part is not None]
     if engine.prefixes is not None:
         features += [part for row in engine.prefixes._answers for part in row]
     return sum(size(cache._stacks) for cache in caches) + sum(part.numel() * 4 for part in features)

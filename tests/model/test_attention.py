@@ -105,3 +105,25 @@ def test_a_model_that_hands_no_visibility_on_is_named_in_its_own_thread():
         pytest.raises(UnsupportedModelError, match="Module does not forward keyword arguments"),
     ):
         attention.attention(nn.Module(), states, states, states, None)
+
+
+def test_a_key_is_seen_when_it_is_committed_or_an_ancestor():
+    """Two rows of 3 and 1 committed tokens; the tree is a root with two children, in 7 columns."""
+    columns = attention.uncommitted_columns([3, 1], 3, torch.device("cpu"))
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    seen = attention.visible_keys(columns, tree, 7).int().tolist()
+    assert seen[0] == [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0]]
+    assert seen[1] == [[1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0]]
+
+
+def test_siblings_share_a_position():
+    columns = attention.uncommitted_columns([3, 1], 3, torch.device("cpu"))
+    positions = torch.tensor([[3, 4, 4], [1, 2, 2]])
+    assert attention.key_positions(columns, positions, 7).tolist() == [
+        [0, 1, 2, 3, 4, 4, 6],
+        [0, 1, 2, 2, 4, 5, 6],
+    ]
+
+
+def test_a_chunk_sees_itself_and_what_is_pending_before_it():
+    assert attention.chain_mask(2, torch.device("cpu"), pending=1).int().tolist() == [[1, 1, 0], [1, 1, 1]]

@@ -96,7 +96,6 @@ def test_a_cache_too_large_for_the_device_is_refused_by_name():
     cache.add_row()
     cache.open(0, 1, 1)
     cache.update(*torch.zeros(2, 1, 2, 1, 64, device="cuda"), 0)
-    cache.advance()
     cache.commit([[0]])
     with pytest.raises(CacheMemoryError, match="MiB more"):
         cache.open(0, 1, 10**9 - 1)

@@ -6,7 +6,7 @@ import torch
 import tiny
 from ddtree.engine.engine import Engine
 from ddtree.model import kv_cache as cache_module
-from ddtree.model.cuda_graphs import Graphs, _step
+from ddtree.model.cuda_graphs import CudaGraphs, _padded
 from ddtree.model.target import Target
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.tree import DraftTree
@@ -18,7 +18,7 @@ def texts(family, padded, rows, monkeypatch):
     model = tiny.model(family)
     target = Target(model)
     if padded:
-        target._graphs = Graphs(target.run, target.dtype, record=False)
+        target._graphs = CudaGraphs(target.run, target.dtype, record=False)
     monkeypatch.setattr(cache_module, "_FIRST_TOKENS", 64)
     engine = Engine(target, tiny.drafter("merged", model))
     sequences = [
@@ -40,7 +40,7 @@ def test_padded_passes_change_no_token(family, rows, monkeypatch):
 
 
 def test_padding_is_less_than_half_of_a_pass():
-    steps = [_step(nodes) for nodes in range(1, 600)]
+    steps = [_padded(nodes) for nodes in range(1, 600)]
     assert steps[:8] == [1, 2, 3, 4, 6, 6, 8, 8]
     assert all(nodes <= step < 1.5 * nodes + 1 for nodes, step in enumerate(steps, 1))
     assert len(set(steps)) < 22
@@ -48,7 +48,7 @@ def test_padding_is_less_than_half_of_a_pass():
 
 def test_a_new_set_of_features_is_gathered_at_once():
     target = Target(tiny.model(), feature_layers=(0,))
-    target._graphs = Graphs(target.run, target.dtype, record=False)
+    target._graphs = CudaGraphs(target.run, target.dtype, record=False)
     target.use_features((0, 1))
     cache = target.new_cache()
     cache.add_row()

@@ -7,9 +7,9 @@ import os
 import shutil
 import sys
 import threading
+import time
 import venv
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddtree.errors import CheckpointError
-from ddtree.model import demo
-from ddtree.model import demo as gguf_llama
+from ddtree.model import demo, pretrained
 
 gguf = pytest.importorskip("gguf")
 
@@ -80,8 +79,8 @@ def write_gguf(model: LlamaForCausalLM, path: Path, pre: str = "smollm") -> None
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    parts = {ours: theirs for theirs, ours in gguf_llama._LAYER.items()}
-    wholes = {ours: theirs for theirs, ours in gguf_llama._GLOBAL.items()}
+    parts = {ours: theirs for theirs, ours in demo._LAYER.items()}
+    wholes = {ours: theirs for theirs, ours in demo._GLOBAL.items()}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight":
             continue
@@ -202,27 +201,94 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda folder: flip_a_bit(folder / "model.safetensors"),
-        lambda folder: os.truncate(folder / "tokenizer.json", 100),
-        lambda folder: (folder / "config.json").unlink(),
-        lambda folder: (folder / "checksums.json").write_text("{}"),
-        lambda folder: (folder / "checksums.json").write_text("[]"),
-        lambda folder: shutil.rmtree(folder),
-    ],
-    ids=["bit", "truncated", "missing", "no sums", "odd sums", "gone"],
-)
-def test_a_damaged_cache_is_made_again(damage: Callable[[Path], None], downloads: list[Path]) -> None:
+DAMAGE = {
+    "bit": lambda folder: flip_a_bit(folder / "model.safetensors"),
+    "truncated": lambda folder: os.truncate(folder / "tokenizer.json", 100),
+    "missing": lambda folder: (folder / "config.json").unlink(),
+    "no sums": lambda folder: (folder / "checksums.json").write_text("{}"),
+    "odd sums": lambda folder: (folder / "checksums.json").write_text("[]"),
+    "odder sums": lambda folder: (folder / "checksums.json").write_text("7"),
+    "gone": shutil.rmtree,
+}
+
+
+def settle(folder: Path) -> None:
+    """Make the files an hour old, so that their stamps are trusted once they are verified."""
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 3600,) * 2)
+
+
+@pytest.mark.parametrize("verified", [False, True])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_made_again(damage: str, verified: bool, downloads: list[Path]) -> None:
     folder = demo.demo_target()
     good = (folder / "checksums.json").read_bytes()
-    damage(folder)
+    if verified:
+        settle(folder)
+        demo.demo_target()
+    assert (folder / "verified.json").exists() == verified
+    DAMAGE[damage](folder)
     assert demo.demo_target() == folder
     assert len(downloads) == 2
     assert (folder / "checksums.json").read_bytes() == good
     sums = json.loads(good)
     assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == sums[name] for name in sums)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files whose checksums were computed."""
+    names: list[str] = []
+    plain = demo._sha256
+    monkeypatch.setattr(demo, "_sha256", lambda path: (names.append(path.name), plain(path))[1])
+    return names
+
+
+def test_a_verified_checkpoint_is_not_read_again_until_a_file_changes(
+    downloads: list[Path], hashed: list[str]
+) -> None:
+    folder = demo.demo_target()
+    settle(folder)
+    hashed.clear()
+    demo.demo_target()
+    assert hashed.count("model.safetensors") == 1
+    hashed.clear()
+    demo.demo_target()
+    assert not hashed
+    (folder / "config.json").touch()
+    demo.demo_target()
+    assert hashed.count("model.safetensors") == 1
+    assert len(downloads) == 1
+
+
+def test_files_that_are_new_are_read_again_each_time(downloads: list[Path], hashed: list[str]) -> None:
+    """Another change within the same tick of the clock would not show in their stamps."""
+    folder = demo.demo_target()
+    for _ in range(2):
+        hashed.clear()
+        demo.demo_target()
+        assert hashed.count("model.safetensors") == 1
+    assert not (folder / "verified.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "7"])
+def test_a_record_that_says_nothing_is_not_believed(
+    content: str, downloads: list[Path], hashed: list[str]
+) -> None:
+    folder = demo.demo_target()
+    settle(folder)
+    (folder / "verified.json").write_text(content)
+    hashed.clear()
+    assert demo.demo_target() == folder
+    assert "model.safetensors" in hashed and len(downloads) == 1
+
+
+def test_a_load_looks_at_the_checkpoint_once(downloads: list[Path], hashed: list[str]) -> None:
+    demo.demo_target()
+    hashed.clear()
+    _, tokenizer = pretrained.load_causal_lm("demo", "cpu")
+    assert hashed.count("model.safetensors") == 1
+    assert tokenizer.eos_token == SPECIAL[2]
 
 
 def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(
@@ -233,7 +299,7 @@ def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_llama, "convert", interrupt)
+        patch.setattr(demo, "convert", interrupt)
         with pytest.raises(KeyboardInterrupt):
             demo.demo_target()
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
@@ -313,7 +379,7 @@ def test_a_disk_that_fills_up_is_named(downloads: list[Path], monkeypatch: pytes
     def fill(source: Path, folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(gguf_llama, "convert", fill)
+    monkeypatch.setattr(demo, "convert", fill)
     with pytest.raises(CheckpointError, match=r"the disk is full.*set XDG_CACHE_HOME"):
         demo.demo_target()
 
@@ -334,7 +400,7 @@ def test_a_missing_gguf_package_is_named(downloads: list[Path], monkeypatch: pyt
 def test_another_kind_of_gguf_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
     write_gguf(model, tmp_path / "other.gguf", pre="llama-bpe")
     with pytest.raises(CheckpointError, match=r"other.gguf: expected a llama with the smollm tokenizer"):
-        gguf_llama.convert(tmp_path / "other.gguf", tmp_path)
+        demo.convert(tmp_path / "other.gguf", tmp_path)
 
 
 def test_only_the_name_demo_is_resolved(downloads: list[Path]) -> None:
@@ -346,7 +412,7 @@ def test_only_the_name_demo_is_resolved(downloads: list[Path]) -> None:
 
 
 def test_a_build_without_the_drafter_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "__file__", str(tmp_path / "demo.py"))
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "model" / "demo.py"))
     with pytest.raises(CheckpointError, match="carries no demo drafter"):
         demo.resolve_drafter("demo")
 

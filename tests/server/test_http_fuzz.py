@@ -1,11 +1,11 @@
 """Whatever JSON a client sends, the answer is 200 or an error in OpenAI's form, and never the server's own failure."""
 
-import fakes
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import fakes
 from ddtree.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -37,7 +37,7 @@ PLAUSIBLE = st.sampled_from(
 
 @pytest.fixture(scope="module")
 def client():
-    with fakes.served(fakes.FakeService()) as address, httpx.Client(base_url=address) as client:
+    with fakes.served(fakes.FakeWorker()) as address, httpx.Client(base_url=address) as client:
         yield client
 
 

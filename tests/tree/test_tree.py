@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import sys
 from collections import Counter
 
 import numpy as np
@@ -11,11 +10,8 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import ConfigError
-from ddtree.tree import DraftTree, ancestor_mask, best_first, grow, merge, prune, walk
-from ddtree.tree.build import array_costs_of, costs_of
-
-best_first_module = sys.modules["ddtree.tree.build"]
-mask_module = sys.modules["ddtree.tree.verify"]
+from ddtree.tree import DraftTree, ancestor_mask, best_first, build, following, grow, merge, prune, walk
+from ddtree.tree.build import costs_of
 
 Node = tuple[int, int, int]  # token, parent, depth
 
@@ -92,16 +88,11 @@ def check_closed(tree: DraftTree) -> None:
         assert (tree.logprobs[row, size:] == float("-inf")).all()
 
 
-@pytest.fixture(params=["chosen", "rounds", "heap", "levels"])
+@pytest.fixture(params=["heap", "levels"])
 def builder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The ways to build a best-first tree: as chosen by size, and each by itself."""
-    if request.param == "rounds":
-        monkeypatch.setattr(best_first_module, "_SMALL", -1)
-        monkeypatch.setattr(best_first_module, "_by_heap", None)
-    if request.param == "heap":
-        monkeypatch.setattr(best_first_module, "_SMALL", 1 << 30)
+    """Build best-first trees by the CPU's heap, or level by level as on other devices."""
     if request.param == "levels":
-        monkeypatch.setattr(best_first_module, "_on_cpu", best_first_module._level_by_level)
+        monkeypatch.setattr(build, "_HEAP_DEVICE", "none")
     return request.param
 
 
@@ -357,7 +348,6 @@ def test_a_node_sees_itself_and_its_ancestors_only(size: int) -> None:
                 above = int(tree.parents[row, above])
                 expected[row, node, above] = True
     assert torch.equal(ancestor_mask(tree), expected)
-    assert torch.equal(mask_module._on_device(tree), expected)
 
 
 def test_walk_follows_the_target_down_each_row() -> None:
@@ -365,24 +355,20 @@ def test_walk_follows_the_target_down_each_row() -> None:
     rng = np.random.default_rng(8)
     wishes = [paths_of(tree, row)[int(rng.integers(0, tree.sizes[row]))] for row in range(6)]
     wishes = [(*wish, 999, 998) for wish in wishes]
-    told: list[list[int]] = [[] for _ in range(6)]
-    calls = 0
+    prefixes = [[1, 2, row] for row in range(6)]
 
-    def choose(rows: list[int], nodes: list[int]) -> list[int]:
-        nonlocal calls
-        calls += 1
-        chosen = []
-        for row, node in zip(rows, nodes, strict=True):
-            assert paths_of(tree, row)[node] == tuple(told[row])
-            told[row].append(wishes[row][len(told[row])])
-            chosen.append(told[row][-1])
-        return chosen
+    def choose(row: int, node: int, prefix: list[int]) -> int:
+        assert prefix[:3] == prefixes[row] and paths_of(tree, row)[node] == tuple(prefix[3:])
+        return wishes[row][len(prefix) - 3]
 
-    paths = walk(tree, choose)
+    paths, tokens = walk(tree, prefixes, choose)
     for row in range(6):
         assert tuple(int(tree.tokens[row, node]) for node in paths[row][1:]) == wishes[row][:-2]
-        assert paths[row][0] == 0 and told[row] == list(wishes[row][:-1])
-    assert calls == max(map(len, paths))
+        assert paths[row][0] == 0 and tokens[row] == list(wishes[row][:-1])
+    assert prefixes == [[1, 2, row] for row in range(6)]
+    texts = [[*prefix, *wish[:2]] for prefix, wish in zip(prefixes, wishes, strict=True)]
+    for path, whole, chosen in zip(walk(tree, prefixes, following(texts))[0], paths, tokens, strict=True):
+        assert path == whole[:3] or len(chosen) < 3
 
 
 def test_walk_takes_neither_padding_nor_the_root_for_a_child() -> None:
@@ -390,7 +376,8 @@ def test_walk_takes_neither_padding_nor_the_root_for_a_child() -> None:
     tree = DraftTree.stack(
         [DraftTree.root([0]), random_trees(9, rows=1, size=1), random_trees(10, rows=1, size=50)]
     )
-    assert walk(tree, lambda rows, nodes: [0 if row < 2 else -1 for row in rows]) == [[0], [0], [0]]
+    found = walk(tree, [[0], [0], [0]], lambda row, node, prefix: 0 if row < 2 else None)
+    assert found == ([[0], [0], [0]], [[0], [0], []])
 
 
 def test_trees_of_several_rows_stack_and_come_apart_again() -> None:
@@ -404,12 +391,11 @@ def test_trees_of_several_rows_stack_and_come_apart_again() -> None:
     assert tree.row(-1).sizes == [1] and tree.row(0).tokens.shape == (1, parts[0].sizes[0])
 
 
-def test_costs_of_tensors_and_arrays_are_the_same_whole_numbers() -> None:
+def test_costs_are_whole_numbers_and_absent_ones_the_largest() -> None:
     values = torch.tensor(
         [0.0, -0.0, 1e-7, -1e-9, -1e-3, -0.75, -88.0, -1e4, -1e30, float("-inf"), float("nan")]
     )
     costs = costs_of(values)
-    assert costs.tolist() == array_costs_of(values.numpy()).tolist()
     assert costs.tolist()[:4] == [0, 0, 0, 4] and costs[5] == 3 << 30 and (costs[7:] == 1 << 42).all()
 
 

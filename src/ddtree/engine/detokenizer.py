@@ -1,4 +1,4 @@
-"""From token ids to text: streaming pieces that never change again, and stop strings."""
+"""Turn token ids into text: streamed pieces that never change again, and stop strings."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Detokenizer:
         return "".join(self._pieces)
 
     def take(self) -> str:
-        """The text that has become final since the last call."""
+        """Return the text that has become final since the last call."""
         piece = "".join(self._pieces[self._taken :])
         self._taken = len(self._pieces)
         return piece
@@ -222,7 +222,7 @@ class Detokenizer:
         return self._settle()
 
     def _is_hidden(self, token: int) -> bool:
-        """Whether decoding passes the token over: a special one that is skipped, or an id without a token."""
+        """Return whether decoding leaves the token out: a skipped special token, or an id without a token."""
         if token not in self._hidden:
             self._hidden[token] = self._decode([token]) == "" and (
                 self._tokenizer.convert_ids_to_tokens(token) is None
@@ -231,7 +231,7 @@ class Detokenizer:
         return self._hidden[token]
 
     def _byte(self, token: int) -> int | None:
-        """The value of a byte-fallback token, or None."""
+        """Return the value of a byte-fallback token such as <0x0A>, or None."""
         if token not in self._bytes:
             name = self._tokenizer.convert_ids_to_tokens(token)
             match = _BYTE_TOKEN.fullmatch(name) if isinstance(name, str) else None

@@ -1,6 +1,6 @@
 """The one loop: prefill, then rounds of draft, verify, walk, commit, for one sequence or a ragged batch.
 
-The engine knows protocols (a target, a drafter), not methods. What it promises: a sequence's tokens depend on the
+The engine knows protocols (a target, a drafter), not methods. Its promise: the tokens of a sequence depend on the
 target, the prompt, the parameters and the seed only, whatever the drafter, the budget and the rows beside it.
 """
 
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.drafters import Drafter, holdings_of
-from ddtree.drafters.claims import claim, release
+from ddtree.drafters import Drafter, claim, holdings_of, release
 from ddtree.engine.detokenizer import Detokenizer
 from ddtree.engine.planner import Planner, check_prompt
 from ddtree.engine.prefix_cache import PrefixStore
-from ddtree.engine.scheduler import Admission, Joining
-from ddtree.engine.sequence import FinishReason, Sequence, chooser, emit
+from ddtree.engine.scheduler import ChunkedPrefill, KVBudget, Scheduler
+from ddtree.engine.sequence import Sequence
 from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.kv_cache import drop_row, out_of_memory
@@ -31,19 +30,17 @@ from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
 
-__all__ = ["Engine", "FinishReason", "Round", "Sequence"]
-
 
 @dataclass(frozen=True)
 class Round:
-    """What one round came to, for `Engine.listener`.
+    """One finished round, for `Engine.listener`.
 
     Attributes:
         rows: the sequences that took part.
         choices: how each was drafted for.
         tree: as verified.
         paths: the accepted path of each row, the root (node 0) first.
-        seconds: of the parts of this round, as in `ddtree.stats.PARTS`.
+        seconds: time by part of the round, as in `ddtree.stats.PARTS`.
     """
 
     rows: list[Sequence]
@@ -58,17 +55,16 @@ class Engine:
 
     Args:
         target: the model whose output must not change.
-        drafter: what proposes; None decodes autoregressively.
+        drafter: proposes draft trees; None decodes autoregressively.
         max_rows: sequences decoded at once; more wait their turn.
-        prefill_chunk: prompt tokens per forward.
-        cache_bytes: memory that keys and values of what runs may take, the target's and the drafters', with the
-            features that wait for them; a sequence waits until all that it can come to fits. None: as much as there is.
-        prefix_bytes: memory for what texts leave to later prompts that begin alike; 0 for none. Targets with caches
-            of their own leave nothing.
+        prefill_chunk: prompt tokens of a forward pass.
+        cache_bytes: memory for keys and values of running sequences, the target's and the drafters', and for features
+            that wait for them, as in 2 * 2**30. A sequence waits until its worst case fits. None: no bound.
+        prefix_bytes: memory for the prefix cache; 0 for none. Targets with caches of their own have none.
 
     Attributes:
         listener: called after each round, within `step`; it must be cheap.
-        prefixes: what texts left, or None.
+        prefixes: the prefix cache, or None.
 
     Raises:
         ConfigError: an argument is out of range, or the drafter is in use by another engine.
@@ -101,13 +97,8 @@ class Engine:
             "prefix_bytes": prefix_bytes,
         }
         self.clock = Clock()
-        self._planner = Planner(target, drafter, self.clock)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
         self.listener: Callable[[Round], None] | None = None
-        self._joining: Joining | None = None
-        # Whether the running rows have waited for a prompt since their last round.
-        self._waited = False
+        self._planner = Planner(target, drafter, self.clock)
         self._stepping = False
         self._closed = ""
         # Each kind of target takes the kind of cache that it makes.
@@ -115,20 +106,22 @@ class Engine:
         target.use_features(drafter.feature_layers if drafter else ())
         self._holdings = holdings_of(drafter)
         self.prefixes: PrefixStore | None = None
-        if prefix_bytes and not isinstance(target, AutoregressiveTarget):
+        if prefix_bytes and target.verifies_trees:
             self.prefixes = PrefixStore(prefix_bytes, features=bool(target.feature_layers))
-        self._admission: Admission | None = None
+        self._budget: KVBudget | None = None
         if cache_bytes is not None:
             stay = self.prefixes is not None
-            self._admission = Admission(target, self._cache, cache_bytes, self._holdings, features_stay=stay)
+            self._budget = KVBudget(target, self._cache, cache_bytes, self._holdings, features_stay=stay)
+        self._scheduler = Scheduler(target, max_rows, prefill_chunk, self._budget, self.prefixes)
 
     @property
     def idle(self) -> bool:
+        """Whether there is nothing to do."""
         return not self.sequences
 
     @property
     def policy(self) -> Policy | None:
-        """What decides for requests that say auto; there may be none while none does."""
+        """The policy that decides for requests with "auto"; None while there is none to decide for."""
         return self._planner.policy
 
     @policy.setter
@@ -141,15 +134,24 @@ class Engine:
         return self._planner.members
 
     @property
+    def waiting(self) -> deque[Sequence]:
+        """Sequences whose prompt has not been touched, in order."""
+        return self._scheduler.waiting
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences with a row, in the rows' order."""
+        return self._scheduler.running
+
+    @property
     def joining(self) -> Sequence | None:
         """The sequence whose prompt is being processed."""
-        return None if self._joining is None else self._joining.sequence
+        return None if self._scheduler.prefill is None else self._scheduler.prefill.sequence
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that have not left: running, joining, waiting."""
-        joining = [] if self.joining is None else [self.joining]
-        return [*self.running, *joining, *self.waiting]
+        """All sequences that have not left: running, in prefill, waiting."""
+        return self._scheduler.sequences
 
     @property
     def closed(self) -> bool:
@@ -157,16 +159,16 @@ class Engine:
         return bool(self._closed)
 
     def kv_bytes(self) -> tuple[int, int]:
-        """Bytes of keys and values in use, the drafters' too, and how many there may be.
+        """Return the bytes of keys and values in use, the drafters' included, and the most there may be.
 
-        That is `cache_bytes`, which bounds waiting features as well, or what the buffers have.
+        The most is `cache_bytes`, which bounds waiting features as well, or else the size of the buffers.
         """
         caches = [self._cache, *(holding.cache for holding in self._holdings)]
-        if self._joining is not None:
-            caches.append(self._joining.cache)
+        if self._scheduler.prefill is not None:
+            caches.append(self._scheduler.prefill.cache)
         used = sum(cache.used_bytes for cache in caches)
-        if self._admission is not None:
-            return used, self._admission.limit
+        if self._budget is not None:
+            return used, self._budget.limit
         return used, sum(cache.reserved_bytes for cache in caches)
 
     def add(
@@ -180,14 +182,14 @@ class Engine:
         members: tuple[str, ...] | None = None,
         text: Detokenizer | None = None,
     ) -> Sequence:
-        """Queue a prompt; it joins when its turn comes and there is a free row.
+        """Queue a prompt. It joins when its turn comes and there is a free row.
 
         Args:
             prompt: token ids.
             params: how to sample.
             method: "tree", "chain" (a tree of one path), "off" (no drafting), or "auto": as the policy decides.
-            budget: most drafted nodes of a round, or "auto": as many as pay.
-            depth: how far ahead to draft.
+            budget: most drafted nodes of a round, as in 16, or "auto": as many as pay.
+            depth: most tokens to draft ahead, 1 to 16.
             members: names of those of several drafters that may draft for it; all by default.
             text: makes text of the tokens, and finds stop strings.
 
@@ -204,7 +206,7 @@ class Engine:
         self, method: AutoMethod, budget: AutoBudget, depth: int, members: tuple[str, ...] | None = None,
         *, sampled: bool,
     ) -> Request:  # fmt: skip
-        """What `Sequence.request` is for such arguments of `add`; it may be assigned between steps. Raises ConfigError.
+        """Make a `Sequence.request` of such arguments of `add`; it may be assigned between steps. Raises ConfigError.
 
         Args:
             sampled: the sequence's temperature is above 0.
@@ -214,11 +216,11 @@ class Engine:
     def sequence(
         self, prompt: list[int], params: SamplingParams, request: Request, text: Detokenizer | None = None
     ) -> Sequence:
-        """Make what `queue` takes, with the checks and errors of `add`. Any thread may, while another runs steps."""
+        """Make a sequence for `queue`, with the checks and errors of `add`. Any thread may call it."""
         self._check_open()
         check_prompt(prompt, self.target.vocab_size, self.target.max_context)
-        if self._admission is not None:
-            self._admission.check(len(prompt), params.max_tokens)
+        if self._budget is not None:
+            self._budget.check(len(prompt), params.max_tokens)
         sampler = Sampler(
             params,
             prompt_length=len(prompt),
@@ -226,7 +228,7 @@ class Engine:
             eos_ids=self.target.eos_ids,
             device=self.target.device,
         )
-        return Sequence(prompt, sampler.params, sampler, text, request)
+        return Sequence(prompt, sampler.params, sampler, text, request, self.target.max_context)
 
     def queue(self, sequence: Sequence) -> None:
         """Let a sequence join when its turn comes and there is a free row."""
@@ -234,12 +236,10 @@ class Engine:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence now and free its row; nothing happens to one that has ended."""
+        """End a sequence and free its row, at once or at the end of the step that runs; an ended one stays as it is."""
         if sequence.finish_reason is None:
-            sequence.finish("cancelled")
-            if sequence in self.waiting:
-                self.waiting.remove(sequence)
-            # Within a step, from a processor or a finalizer, rows must keep their places until its end.
+            # Within a step, from a processor or a finalizer, tokens and rows must stay in place until its end.
+            sequence.cancelled = True
             if not self._stepping:
                 self._leave()
 
@@ -251,12 +251,12 @@ class Engine:
         release(self.drafter, self)
 
     def renewed(self, drafter: Drafter | None) -> Engine:
-        """A new engine on the same target within the same bounds, for when this one is closed."""
+        """Make a new engine on the same target within the same bounds, for when this one is closed."""
         return Engine(self.target, drafter, **self._bounds)
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Process a chunk of a waiting prompt, or run one round; returns the sequences that moved on.
+        """Process a chunk of a prompt, or run one round; return the sequences that moved on.
 
         Where there is both to do, the two take turns, so that running rows wait for one chunk between two rounds.
         While nothing runs, all prompts of one chunk join in one step. Those that joined have their first token. Those
@@ -267,78 +267,96 @@ class Engine:
         self._check_open()
         self._stepping = True
         try:
-            if self.running and (self._waited or not self._next()):
+            if self._scheduler.round_is_next():
                 moved = list(self.running)
                 self._round()
-                self._waited = False
+                self._scheduler.rows_waited = False
             else:
                 moved = self._prefill()
-                self._waited = bool(self.running)
+                self._scheduler.rows_waited = bool(self.running)
         finally:
             self._stepping = False
         self._leave()
         return moved
 
     def _round(self) -> None:
-        before = dict(self.clock.seconds)
-        rows, lengths = list(self.running), [len(sequence.tokens) for sequence in self.running]
+        """Draft, verify, walk, emit, commit, learn: one round of all running rows."""
+        rows, before = list(self.running), dict(self.clock.seconds)
+        bonus = [row.tokens[-1] for row in rows]
         with self.clock("draft"):
-            plan = self._planner.plan(rows, self._room())
+            plan = self._planner.plan(rows, self._max_draft_nodes())
         with self.clock("verify"):
-            forward = self.target.verify(self._cache, plan.tree)
-            if plan.decided and self.target.device.type != "cpu":
-                # The walk needs the logits at once; waiting here gives each part its own time.
-                torch.accelerator.synchronize(self.target.device)
-        assert forward.logits is not None
+            logits, features = self._verify(plan.tree, wait=plan.decided)
         with self.clock("walk"):
-            paths = walk(plan.tree, chooser(rows, forward.logits, self.target.max_context))
+            paths, tokens = walk(
+                plan.tree,
+                [row.tokens for row in rows],
+                lambda row, node, prefix: rows[row].choose(logits[row, node], prefix),
+            )
+            for row, sequence in enumerate(rows):
+                paths[row], tokens[row] = self._emit(sequence, paths[row], tokens[row], logits[row])
         with self.clock("commit"):
             self._cache.commit(paths)
-            self._observe(paths, lengths, forward.features)
+            self._observe(paths, bonus, tokens, features)
         seconds = self._account(before, rows)
         for row, sequence in enumerate(rows):
-            sequence.verified(
-                lengths[row], plan.choices[row].arm, plan.tree.sizes[row] - 1, len(paths[row]) - 1
-            )
-        answers = [sequence.tokens[length:] for sequence, length in zip(rows, lengths, strict=True)]
-        self._planner.learn(plan, paths, answers, seconds)
+            nodes, accepted = plan.tree.sizes[row] - 1, len(paths[row]) - 1
+            sequence.count_round(plan.choices[row].arm, nodes, accepted, len(tokens[row]))
+        self._planner.learn(plan, paths, tokens, seconds)
         if self.listener is not None:
             self.listener(Round(rows, plan.choices, plan.tree, paths, seconds))
 
+    def _verify(self, tree: DraftTree, wait: bool) -> tuple[Tensor, Tensor | None]:
+        """Run the target over a tree; return logits [R, N, V] and features [R, N, F * H]."""
+        forward = self.target.verify(self._cache, tree)
+        assert forward.logits is not None
+        if wait and self.target.device.type != "cpu":
+            # The walk needs the logits at once; waiting here gives verification and walk their own times.
+            torch.accelerator.synchronize(self.target.device)
+        return forward.logits, forward.features
+
+    def _emit(
+        self, sequence: Sequence, path: list[int], tokens: list[int], logits: Tensor
+    ) -> tuple[list[int], list[int]]:
+        """Give a sequence its new tokens; return path and tokens up to the end of its answer."""
+        count = sequence.extend(tokens, (logits[node] for node in path))
+        return (path, tokens) if count == len(tokens) else (path[:count], tokens[:count])
+
+    def _observe(
+        self, paths: list[list[int]], bonus: list[int], tokens: list[list[int]], features: Tensor | None
+    ) -> None:
+        """Show drafter and prefix cache the committed tokens: the bonus token and the accepted ones."""
+        for row, path in enumerate(paths):
+            committed = [bonus[row], *tokens[row]][: len(path)]
+            own = None if features is None else features[row, path]
+            if self.drafter:
+                self.drafter.observe(row, committed, own)
+            if self.prefixes is not None:
+                self.prefixes.observe(row, own)
+
     def _prefill(self) -> list[Sequence]:
-        """One chunk; or, while nothing runs, all prompts that take no more than one, after the end of the first."""
+        """Process one chunk; while nothing runs, also all waiting prompts of one chunk each."""
         alone = not self.running
         moved: list[Sequence] = []
-        while (joining := self._next()) and (not moved or joining.left <= self.prefill_chunk):
-            if self._advance(joining):
-                moved.append(joining.sequence)
-            if joining is self._joining or not alone:
+        while (prefill := self._scheduler.next_prefill()) and (
+            not moved or prefill.left <= self.prefill_chunk
+        ):
+            if self._advance(prefill):
+                moved.append(prefill.sequence)
+            if prefill is self._scheduler.prefill or not alone:
                 break
         return moved
 
-    def _next(self) -> Joining | None:
-        """The prompt that is being processed; the first waiting one, if there is room for it, where there was none."""
-        if self._joining is None and self.waiting and len(self.running) < self.max_rows:
-            sequence = self.waiting[0]
-            if self._admission is None or self._admission.admit(self.running, sequence):
-                self.waiting.popleft()
-                # The logits of the last token are wanted: it is processed in any case.
-                known = []
-                if self.prefixes is not None and sequence.prompt_logprobs is None:
-                    known = self.prefixes.find(sequence.tokens[:-1])
-                self._joining = Joining(sequence, self.target, self.prefill_chunk, known)
-        return self._joining
-
-    def _advance(self, joining: Joining) -> bool:
-        """Process a chunk of a prompt; whether it was the last one, or has failed."""
-        sequence, before, logits = joining.sequence, dict(self.clock.seconds), None
+    def _advance(self, prefill: ChunkedPrefill) -> bool:
+        """Process a chunk of a prompt; return whether it was the last one, or has failed."""
+        sequence, before, logits = prefill.sequence, dict(self.clock.seconds), None
         try:
             with self.clock("prefill"):
-                if self._admission is not None:
-                    self._admission.confine()
-                logits = joining.advance()
+                if self._budget is not None:
+                    self._budget.reserve()
+                logits = prefill.advance()
                 if logits is not None:
-                    self._join(joining, logits)
+                    self._join(prefill, logits)
         except (CacheMemoryError, torch.OutOfMemoryError) as error:
             known = isinstance(error, CacheMemoryError)
             sequence.error = error if known else out_of_memory(self.target.device)
@@ -346,43 +364,36 @@ class Engine:
         self._account(before, [sequence])
         if logits is None and sequence.error is None:
             return False
-        self._joining = None
+        self._scheduler.prefill = None
         sequence.began()
         return True
 
-    def _join(self, joining: Joining, logits: Tensor) -> None:
-        """Make a row of a prompt and emit the first token at once: no draft stands between."""
-        sequence = joining.sequence
-        row = self._cache.take(joining.cache)
+    def _join(self, prefill: ChunkedPrefill, logits: Tensor) -> None:
+        """Make a row of a prompt and emit the first token at once: no draft comes before it."""
+        sequence = prefill.sequence
+        row = self._cache.take(prefill.cache)
         self.running.append(sequence)
         if self.drafter:
             self.drafter.add_row()
         if self.prefixes is not None:
-            features = [part for _, part in joining.observed if part is not None]
+            features = [part for _, part in prefill.observed if part is not None]
             prompt = sequence.tokens[: sequence.prompt_length]
             self.prefixes.add_row(prompt, partial(self._cache.read, row), features)
         if self.drafter:
-            for tokens, own in joining.observed:
+            for tokens, own in prefill.observed:
                 self.drafter.observe(row, tokens, own)
-        emit(sequence, logits, self.target.max_context)
+        token = sequence.choose(logits, sequence.tokens)
+        sequence.extend([] if token is None else [token], [logits])
 
-    def _room(self) -> int:
-        """How many drafted nodes there is room for in a row."""
-        return MAX_BUDGET if self._admission is None else self._admission.nodes(max(self._cache.lengths))
-
-    def _observe(self, paths: list[list[int]], lengths: list[int], features: Tensor | None) -> None:
-        for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
-            tokens = self.running[row].tokens[length - 1 : length - 1 + len(path)]
-            own = None if features is None else features[row, path]
-            if self.drafter:
-                self.drafter.observe(row, tokens, own)
-            if self.prefixes is not None:
-                self.prefixes.observe(row, own)
+    def _max_draft_nodes(self) -> int:
+        """Return how many drafted nodes there is room for in a row."""
+        if self._budget is None:
+            return MAX_BUDGET
+        return self._budget.max_draft_nodes(max(self._cache.lengths))
 
     def _leave(self) -> None:
         """Free the rows of ended sequences; the last row takes a freed one's place."""
-        if self.joining is not None and self.joining.finish_reason is not None:
-            self._joining = None
+        self._scheduler.finish_cancelled()
         for row in reversed(range(len(self.running))):
             if self.running[row].finish_reason is not None:
                 try:
@@ -395,23 +406,21 @@ class Engine:
     def _free(self, row: int) -> None:
         if self.prefixes is not None:
             sequence = self.running[row]
-            left = None if sequence.error else sequence.tokens[: self._cache.lengths[row]]
-            self.prefixes.drop_row(row, left, partial(self._cache.read, row))
+            kept = None if sequence.error else sequence.tokens[: self._cache.lengths[row]]
+            self.prefixes.drop_row(row, kept, partial(self._cache.read, row))
         self._cache.drop_row(row)
         if self.drafter:
             self.drafter.drop_row(row)
 
     def _break(self, error: BaseException) -> None:
-        """Give up: a row that is freed on one side only would go on with another's state."""
+        """Give up: after a row that is freed on one side only, rows would go on with another row's state."""
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         self._closed = f"the engine is closed, a row could not be freed ({cause}): load the model again"
         for sequence in self.sequences:
             if sequence.finish_reason is None:
                 sequence.error = error if isinstance(error, Exception) else None
                 sequence.finish("error" if sequence.error else "cancelled")
-        self.running.clear()
-        self.waiting.clear()
-        self._joining = None
+        self._scheduler.clear()
         self._cache = self.target.new_cache()
 
     def _check_open(self) -> None:
@@ -419,7 +428,7 @@ class Engine:
             raise ConfigError(self._closed)
 
     def _account(self, before: dict[str, float], sequences: list[Sequence]) -> dict[str, float]:
-        """Count the time since `before` to each of the sequences; returns it, by part."""
+        """Add the time since `before` to each of the sequences; return it, by part."""
         seconds = {part: seconds - before[part] for part, seconds in self.clock.seconds.items()}
         for sequence in sequences:
             for part, spent in seconds.items():

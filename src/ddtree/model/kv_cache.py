@@ -1,9 +1,12 @@
 """The key/value cache: rows of tokens, appended to and cut in place.
 
+A forward takes two calls: `open` makes room for its tokens and says where they go, and transformers calls `update` in
+each layer to put them there. They stay uncommitted until `commit` keeps those of the accepted path, moved to the front,
+and so forgets the rest; a forward that is never committed leaves no trace.
+
 Memory is linear in tokens. Every layer has two buffers [rows, heads, tokens, head size] that grow by doubling; those
-of one shape lie in one stack, so that moving columns is one operation for all layers. A forward appends *pending*
-columns; `commit` keeps those of the accepted path, moved to the front, and forgets the rest. Rows are packed: the rows
-in use are always 0..rows-1, and dropping one moves the last row into its place.
+of one shape lie in one stack, so that moving columns is one operation for all layers. Rows are packed: the rows in use
+are always 0..rows-1, and dropping one moves the last row into its place.
 """
 
 from __future__ import annotations
@@ -19,93 +22,69 @@ from torch import Tensor
 
 from ddtree.errors import CacheMemoryError
 
-
-def drop_row(states: list[Any], row: int) -> None:
-    """Remove the state of a row from a list with one entry for each; the last entry moves into its place."""
-    last = states.pop()
-    if row < len(states):
-        states[row] = last
-
-
 _FIRST_TOKENS = 256
 
 Kind = tuple[int, int, torch.dtype]
+"""Heads, head size and dtype: what buffers of one stack have in common."""
 Columns = list[tuple[Tensor, Tensor]]
 """Keys and values of some tokens of one row, layer by layer, [H, n, D]."""
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a device in bytes; None where the platform does not tell."""
-    if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
-
-
-def out_of_memory(device: torch.device) -> CacheMemoryError:
-    """What to tell a user of a `torch.OutOfMemoryError`."""
-    return CacheMemoryError(
-        f"{device} ran out of memory: use fewer sequences at once, shorter prompts, a smaller budget or a smaller dtype"
-    )
 
 
 class KVCache:
     """Keys and values of R rows, passed to a transformers model as its cache.
 
+    Args:
+        max_tokens: most columns a row may ever need, uncommitted ones included (8,192 + 1,025, for example).
+        layers: layers to expect; more may come.
+
     Attributes:
         lengths: committed tokens of each row in use.
-        pending: columns appended since the last commit, the same for every row of the open window.
+        max_tokens: as given.
         version: changes whenever the buffers do.
     """
 
     is_compileable = False
 
     def __init__(self, max_tokens: int, layers: int = 1) -> None:
-        """`max_tokens`: most columns a row may ever need, uncommitted ones included; `layers`: how many to expect."""
         self.lengths: list[int] = []
-        self.pending = 0
         self.max_tokens = max_tokens
-        self._keys: list[Tensor | None] = []
-        self._values: list[Tensor | None] = []
-        self._stacks: list[Tensor] = []
+        self.version = 0
         self._layers = layers
+        # Keys of layer i in slot 2 * i, values in the slot after it. Each buffer is a slice of one of the stacks
+        # [2 * layers, rows, heads, tokens, head size].
+        self._buffers: dict[int, Tensor] = {}
+        self._stacks: list[Tensor] = []
         self._free: dict[Kind, list[Tensor]] = {}
         self._row_capacity = 1
         self._token_capacity = min(_FIRST_TOKENS, max_tokens)
+        # The rows of the forward that was opened last, and where its first column lies after their lengths.
         self._window = (0, 0)
-        self._fresh = 0
+        self._pending = 0
         self._scatter: tuple[Tensor, int] | None = None
-        self.version = 0
 
     @property
     def rows(self) -> int:
+        """Return how many rows are in use."""
         return len(self.lengths)
 
     @property
     def token_bytes(self) -> int:
-        """Memory of one token of one row; 0 before anything was appended."""
+        """Return the memory of one token of one row; 0 before anything was appended."""
         return sum(s.element_size() * len(s) * s.shape[2] * s.shape[4] for s in self._stacks)
 
     @property
     def used_bytes(self) -> int:
-        """Memory of the committed tokens."""
+        """Return the memory of the committed tokens."""
         return self.token_bytes * sum(self.lengths)
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory of the buffers."""
+        """Return the memory of the buffers."""
         return self.token_bytes * self._row_capacity * self._token_capacity
 
     @property
     def capacity(self) -> int:
-        """Columns that the buffers have."""
+        """Return how many columns the buffers have."""
         return self._token_capacity
 
     def add_row(self) -> int:
@@ -115,7 +94,7 @@ class KVCache:
 
     @torch.inference_mode()
     def drop_row(self, row: int) -> None:
-        """Free a row; the last row takes its index."""
+        """Free a row; the last row takes its index. Uncommitted columns are lost."""
         last = self.rows - 1
         if row != last:
             length = self.lengths[last]
@@ -123,95 +102,67 @@ class KVCache:
             for stack in self._stacks if length else ():
                 stack[:, row, :, :length] = stack[:, last, :, :length]
         drop_row(self.lengths, row)
-        self.pending = 0
 
-    def open(self, start: int, stop: int, columns: int) -> int:
-        """Announce a forward of rows start..stop-1 with `columns` new columns each; returns the key length L.
+    def open(self, start: int, stop: int, columns: int, pending: int = 0) -> int:
+        """Make room for a forward of rows start..stop-1 with `columns` new columns each; return the key length L.
+
+        The new columns follow the committed tokens of each row and `pending` uncommitted columns after them, which
+        earlier forwards over the same rows appended since the last commit.
 
         Raises:
             CacheMemoryError: the device cannot hold the grown cache.
         """
-        if self.pending and self._window != (start, stop):
-            raise RuntimeError("uncommitted columns of another window are pending")
+        if pending and self._window != (start, stop):
+            raise RuntimeError("the pending columns are those of another window")
         self._window = (start, stop)
-        self._fresh = columns
-        width = max(self.lengths[start:stop]) + self.pending + columns
-        self._grow(self.rows, width)
-        return width
+        self._pending = pending
+        keys = max(self.lengths[start:stop]) + pending + columns
+        self._grow(self.rows, keys)
+        return keys
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append a layer's [R, H, n, D] and return views of its keys and values [R, H, L, D] (transformers' hook)."""
-        while len(self._keys) <= layer_idx:
-            self._keys.append(None)
-            self._values.append(None)
-        return self._append(self._keys, layer_idx, key), self._append(self._values, layer_idx, value)
+        """Append a layer's [R, H, n, D]; return views of its keys and values [R, H, L, D] (transformers' hook)."""
+        return self._append(2 * layer_idx, key), self._append(2 * layer_idx + 1, value)
 
     @contextmanager
-    def scattered(self, columns: Tensor, width: int) -> Iterator[None]:
-        """Within, `update` writes to the columns that a tensor [R, n] names and returns the first `width` ones.
+    def scattered(self, columns: Tensor, keys: int) -> Iterator[None]:
+        """Let `update` write to the columns that a tensor [R, n] names, and return the first `keys` columns.
 
         Nothing then depends on the rows' lengths, which a recorded pass could not follow. The columns are those that
-        `open` announced.
+        `open` made room for.
         """
-        self._scatter = (columns, width)
+        self._scatter = (columns, keys)
         try:
             yield
         finally:
             self._scatter = None
 
-    def advance(self) -> None:
-        """The announced columns have been appended by every layer."""
-        self.pending += self._fresh
-
     @torch.inference_mode()
     def commit(self, paths: list[list[int]]) -> None:
-        """Keep the pending columns `paths[r]` of each row of the window, in that order, and drop the others.
+        """Keep the uncommitted columns `paths[r]` of each row opened last, in that order, and forget the others.
 
-        `paths[r]` is increasing. Columns already in place are not copied; the others are all read before any is
-        written, and a column never moves backwards onto one still to be read.
+        `paths[r]` is increasing: [0, 2, 5] keeps the root and two of its descendants. Columns already in place are
+        not copied; the others are all read before any is written, and none moves backwards onto one still to be read.
         """
         start, stop = self._window
         for row, path in zip(range(start, stop), paths, strict=True):
-            settled = next((i for i, column in enumerate(path) if i != column), len(path))
-            base = self.lengths[row]
-            if settled < len(path):
+            base, kept = self.lengths[row], len(path)
+            settled = next((place for place, column in enumerate(path) if place != column), kept)
+            if settled < kept:
                 source = torch.tensor(path[settled:], device=self._stacks[0].device) + base
                 for stack in self._stacks:
-                    stack[:, row, :, base + settled : base + len(path)] = stack[:, row].index_select(
-                        2, source
-                    )
-            self.lengths[row] += len(path)
-        self.pending = 0
-
-    def shape(self, rows: int, tokens: int) -> tuple[int, int]:
-        """Rows and tokens of buffers that grew, from none, to hold so many rows of so many tokens."""
-        return self._shape(rows, tokens, 1, min(_FIRST_TOKENS, self.max_tokens))
-
-    @torch.inference_mode()
-    def confine(self, rows: int, tokens: int, limit: int) -> None:
-        """Give memory back where growing to buffers of `shape` would lead to more than `limit` bytes.
-
-        Buffers never shrink by themselves, so one row may have left them long, and many short ones wide.
-
-        Raises:
-            CacheMemoryError: the device has no room for the smaller buffers beside the old ones.
-        """
-        grown = max(rows, self._row_capacity) * max(tokens, self._token_capacity)
-        if self.token_bytes * grown > limit:
-            self._restack(min(rows, self._row_capacity), min(tokens, self._token_capacity))
+                    moved = stack[:, row].index_select(2, source)
+                    stack[:, row, :, base + settled : base + kept] = moved
+            self.lengths[row] += kept
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the tokens of a row after the first `length`."""
         self.lengths[row] = min(self.lengths[row], length)
 
     def read(self, row: int, start: int, stop: int) -> Columns:
-        """Views of the keys and values of a row's committed tokens start..stop-1."""
-        pairs = zip(self._keys, self._values, strict=True)
-        return [
-            (keys[row, :, start:stop], values[row, :, start:stop])
-            for keys, values in pairs
-            if keys is not None and values is not None
-        ]
+        """Return views of the keys and values of a row's committed tokens start..stop-1."""
+        parts = [self._buffers[slot][row, :, start:stop] for slot in sorted(self._buffers)]
+        return list(zip(parts[::2], parts[1::2], strict=True))
 
     @torch.inference_mode()
     def write(self, row: int, columns: Columns) -> None:
@@ -227,7 +178,7 @@ class KVCache:
         self.lengths[row] += count
 
     def take(self, other: KVCache) -> int:
-        """Append a row with what the only row of another cache holds; returns its index.
+        """Append a row with a copy of the only row of another cache; return its index.
 
         Raises:
             CacheMemoryError: the device cannot hold the grown cache; no row was added.
@@ -240,47 +191,67 @@ class KVCache:
             raise
         return row
 
+    def shape(self, rows: int, tokens: int) -> tuple[int, int]:
+        """Return rows and columns of buffers that grew, from none, to hold so many rows of so many tokens."""
+        return self._grown(rows, tokens, 1, min(_FIRST_TOKENS, self.max_tokens))
+
+    @torch.inference_mode()
+    def shrink_to(self, rows: int, tokens: int, limit: int) -> None:
+        """Give memory back where growing to buffers of `shape` would lead to more than `limit` bytes.
+
+        Buffers never shrink by themselves, so one row may have left them long, and many short ones wide.
+
+        Raises:
+            CacheMemoryError: the device has no room for the smaller buffers beside the old ones.
+        """
+        grown = max(rows, self._row_capacity) * max(tokens, self._token_capacity)
+        if self.token_bytes * grown > limit:
+            self._restack(min(rows, self._row_capacity), min(tokens, self._token_capacity))
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the longest row's committed length (transformers' hook)."""
         return max(self.lengths, default=0)
 
-    def _append(self, buffers: list[Tensor | None], layer: int, states: Tensor) -> Tensor:
+    def _append(self, slot: int, states: Tensor) -> Tensor:
+        """Put states [R, H, n, D] into the buffer of a slot; return a view of its columns [R, H, L, D]."""
+        if slot not in self._buffers:
+            self._buffers[slot] = self._new_buffer(states)
         start, stop = self._window
-        buffer = buffers[layer]
-        if buffer is None:
-            buffer = buffers[layer] = self._new_buffer(states)
+        buffer = self._buffers[slot][start:stop]
         if self._scatter is not None:
-            columns, width = self._scatter
-            buffer[start:stop].scatter_(2, columns[:, None, :, None].expand_as(states), states)
-            return buffer[start:stop, :, :width]
+            columns, keys = self._scatter
+            buffer.scatter_(2, columns[:, None, :, None].expand_as(states), states)
+            return buffer[:, :, :keys]
         n = states.shape[2]
-        lengths = self.lengths[start:stop]
-        if min(lengths) == max(lengths):
-            at = lengths[0] + self.pending
-            buffer[start:stop, :, at : at + n] = states
+        firsts = [length + self._pending for length in self.lengths[start:stop]]
+        if min(firsts) == max(firsts):
+            buffer[:, :, firsts[0] : firsts[0] + n] = states
         else:
-            for index, length in enumerate(lengths):
-                at = length + self.pending
-                buffer[start + index, :, at : at + n] = states[index]
-        return buffer[start:stop, :, : max(lengths) + self.pending + n]
+            for row, first in enumerate(firsts):
+                buffer[row, :, first : first + n] = states[row]
+        return buffer[:, :, : max(firsts) + n]
 
     def _new_buffer(self, states: Tensor) -> Tensor:
-        """A place in the stack of its kind for the buffer of these states [R, H, n, D]."""
+        """Return a free slice of the stack for states of this kind [R, H, n, D]; stacks are made as layers come."""
         kind = _kind(states)
         if not self._free.get(kind):
             shape = (2 * self._layers, self._row_capacity, kind[0], self._token_capacity, kind[1])
-            self._stacks.append(self._zeros(shape, states.dtype, states.device))
+            self._stacks.append(_zeros(shape, states.dtype, states.device))
             self._free[kind] = list(self._stacks[-1])[::-1]
         return self._free[kind].pop()
 
     def _grow(self, rows: int, tokens: int) -> None:
         if rows <= self._row_capacity and tokens <= self._token_capacity:
             return
-        row_capacity, token_capacity = self._shape(rows, tokens, self._row_capacity, self._token_capacity)
-        self._check_memory(row_capacity, token_capacity)
-        self._restack(row_capacity, token_capacity)
+        rows, tokens = self._grown(rows, tokens, self._row_capacity, self._token_capacity)
+        need = self.token_bytes * rows * tokens
+        free = available_bytes(self._stacks[0].device) if self._stacks else None
+        if free is not None and need > free:
+            raise _no_memory(rows, tokens, need, free)
+        self._restack(rows, tokens)
 
-    def _shape(self, rows: int, tokens: int, row_capacity: int, token_capacity: int) -> tuple[int, int]:
-        """Rows and tokens of buffers that had so many of each and must hold so many."""
+    def _grown(self, rows: int, tokens: int, row_capacity: int, token_capacity: int) -> tuple[int, int]:
+        """Return the capacities, doubled until they hold so many rows of so many tokens."""
         while row_capacity < rows:
             row_capacity *= 2
         while token_capacity < tokens:
@@ -288,45 +259,52 @@ class KVCache:
         return row_capacity, max(tokens, min(token_capacity, self.max_tokens))
 
     def _restack(self, rows: int, tokens: int) -> None:
-        """Put the buffers of one kind into one new stack, of so many rows and tokens, which hold what is committed."""
-        kinds: dict[Kind, list[tuple[list[Tensor | None], int, Tensor]]] = {}
-        for buffers in (self._keys, self._values):
-            for layer, buffer in enumerate(buffers):
-                if buffer is not None:
-                    kinds.setdefault(_kind(buffer), []).append((buffers, layer, buffer))
+        """Move the committed tokens into new stacks, one for each kind of buffer, of so many rows and tokens."""
+        kinds: dict[Kind, list[int]] = {}
+        for slot, buffer in self._buffers.items():
+            kinds.setdefault(_kind(buffer), []).append(slot)
         # All are made before any is used: without room for one, the old ones stay as they are.
         stacks = [
-            self._zeros((len(members), rows, heads, tokens, size), dtype, members[0][2].device)
-            for (heads, size, dtype), members in kinds.items()
+            _zeros((len(slots), rows, heads, tokens, size), dtype, self._buffers[slots[0]].device)
+            for (heads, size, dtype), slots in kinds.items()
         ]
         self._stacks, self._free = stacks, {}
         self.version += 1
-        for stack, members in zip(stacks, kinds.values(), strict=True):
-            for place, (buffers, layer, buffer) in enumerate(members):
-                kept = buffer[:rows, :, :tokens]
-                stack[place, : kept.shape[0], :, : kept.shape[2]] = kept
-                buffers[layer] = stack[place]
+        for stack, slots in zip(stacks, kinds.values(), strict=True):
+            for place, slot in zip(stack, slots, strict=True):
+                kept = self._buffers[slot][:rows, :, :tokens]
+                place[: len(kept), :, : kept.shape[2]] = kept
+                self._buffers[slot] = place
         self._row_capacity, self._token_capacity = rows, tokens
 
-    def _check_memory(self, rows: int, tokens: int) -> None:
-        if not self._stacks:
-            return
-        need = sum(s.element_size() * len(s) * rows * tokens * s.shape[2] * s.shape[4] for s in self._stacks)
-        free = available_bytes(self._stacks[0].device)
-        if free is not None and need > free:
-            raise _no_memory(rows, tokens, need, free)
 
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Hidden columns get weight 0, and 0 * NaN is NaN: the buffers must never hold garbage.
-        try:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:
-            raise _no_memory(shape[1], shape[3], torch.Size(shape).numel() * dtype.itemsize, None) from error
+def drop_row(states: list[Any], row: int) -> None:
+    """Remove a row's state from a list with one entry for each row; the last entry moves into its place."""
+    last = states.pop()
+    if row < len(states):
+        states[row] = last
 
 
-def _kind(buffer: Tensor) -> Kind:
-    """What buffers of one stack have in common: heads, head size, dtype; of a buffer or a stack of them."""
-    return buffer.shape[-3], buffer.shape[-1], buffer.dtype
+def available_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device in bytes; None where the platform does not tell."""
+    if device.type == "cuda":
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def out_of_memory(device: torch.device) -> CacheMemoryError:
+    """Return the error, with what to do, that a user gets for a `torch.OutOfMemoryError`."""
+    return CacheMemoryError(
+        f"{device} ran out of memory: use fewer sequences at once, shorter prompts, a smaller budget or a smaller dtype"
+    )
 
 
 def _no_memory(rows: int, tokens: int, need: int, free: int | None) -> CacheMemoryError:
@@ -337,14 +315,26 @@ def _no_memory(rows: int, tokens: int, need: int, free: int | None) -> CacheMemo
     )
 
 
+def _kind(buffer: Tensor) -> Kind:
+    return buffer.shape[-3], buffer.shape[-1], buffer.dtype
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Hidden columns get weight 0, and 0 * NaN is NaN: the buffers must never hold garbage.
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise _no_memory(shape[1], shape[3], torch.Size(shape).numel() * dtype.itemsize, None) from error
+
+
 @dataclass(frozen=True)
 class Holding:
-    """A cache that keeps keys and values of every committed token of every row.
+    """An upper bound on the memory of a cache, before its rows are there.
 
     Attributes:
-        cache: as it is now.
-        measure: gives the bytes of one column of one row; called once at the most.
-        spare: most columns of a row that are not committed.
+        cache: the cache; it keeps keys and values of every committed token of every row.
+        measure: returns the bytes of one column of one row; called once at most.
+        spare: most uncommitted columns of a row (64, for example).
         longest: most committed tokens of a row, however long its text is.
         row: bytes kept of each row beside its columns.
     """
@@ -357,30 +347,30 @@ class Holding:
 
     @cached_property
     def token(self) -> int:
-        """Bytes of one column of one row."""
+        """Return the bytes of one column of one row."""
         return self.measure()
 
     def shape(self, rows: int, tokens: int) -> tuple[int, int]:
-        """Rows and columns of buffers that hold so many rows of texts of so many tokens."""
+        """Return rows and columns of buffers that hold so many rows of texts of so many tokens."""
         return self.cache.shape(rows, min(tokens, self.longest) + self.spare)
 
     def bytes(self, rows: int, tokens: int) -> int:
-        """Memory of so many rows of texts of so many tokens."""
+        """Return the most memory of so many rows of texts of so many tokens."""
         width, columns = self.shape(rows, tokens)
         return self.token * width * columns + self.row * rows
 
     def confine(self, rows: int, tokens: int, slack: int = 0) -> None:
-        """Give memory back where growing to `shape` would take more than `bytes` and so many bytes more.
+        """Shrink the buffers where growing to `shape` would take more than its bytes and `slack` bytes more.
 
         Raises:
             CacheMemoryError: the device has no room for the smaller buffers beside the old ones.
         """
         width, columns = self.shape(rows, tokens)
-        self.cache.confine(width, columns, self.token * width * columns + slack)
+        self.cache.shrink_to(width, columns, self.token * width * columns + slack)
 
 
 def token_bytes(target: Any) -> int:
-    """Memory of the keys and values of a token; a `Target` is run once to see."""
+    """Return the memory of the keys and values of a token. The target is run once, over one token."""
     probe = target.new_cache(1)
     for _ in target.prefill(probe, probe.add_row(), [0]):
         pass

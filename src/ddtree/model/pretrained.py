@@ -17,7 +17,7 @@ from ddtree.errors import CheckpointError, ConfigError, DDTreeError, Unsupported
 from ddtree.model.demo import resolve
 from ddtree.validation import first_line
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -29,7 +29,7 @@ _LOADING_ERRORS = (
 
 
 def choose_device(name: str | torch.device | None = None) -> torch.device:
-    """The device asked for; by default CUDA, else Apple's GPU, else the CPU.
+    """Return the device asked for ("cuda:0", for example); by default CUDA, else Apple's GPU, else the CPU.
 
     Raises:
         ConfigError: there is no such device here.
@@ -48,24 +48,24 @@ def choose_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def choose_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype asked for; None, which is the checkpoint's own, for None and "auto".
+    """Return the dtype asked for; None, which means the checkpoint's own, for None and "auto".
 
     Raises:
         ConfigError: models are not run in that dtype.
     """
     if name is None or name == "auto":
         return None
-    dtype = DTYPES.get(name) if isinstance(name, str) else name
-    if dtype not in DTYPES.values():
-        raise ConfigError(f"unknown dtype {str(name)!r}: choose auto, {', '.join(DTYPES)}")
+    dtype = _DTYPES.get(name) if isinstance(name, str) else name
+    if dtype not in _DTYPES.values():
+        raise ConfigError(f"unknown dtype {str(name)!r}: choose auto, {', '.join(_DTYPES)}")
     return dtype
 
 
 def locate(name: str | PathLike[str]) -> str:
-    """What transformers shall load: the folder of `demo`, a local folder, or a hub id.
+    """Return what transformers shall load: the folder of `demo`, a local folder, or a hub id.
 
     Raises:
-        CheckpointError: it can be neither a folder nor a hub id, or is a drafter's.
+        CheckpointError: it can be neither a folder nor a hub id, or the demo target cannot be fetched.
         ConfigError: it is no name.
     """
     if not isinstance(name, str | PathLike) or not fspath(name):
@@ -83,14 +83,18 @@ def locate(name: str | PathLike[str]) -> str:
     return text
 
 
-def read_config(name: str | PathLike[str]) -> Any:
-    """The config of a causal LM.
+def read_config(name: str | PathLike[str], place: str | None = None) -> Any:
+    """Return the config of a causal LM.
+
+    Args:
+        name: "demo", a folder, or a hub id.
+        place: what `locate` returned for the name, where that is known.
 
     Raises:
         CheckpointError: it cannot be read, or is a drafter's.
         UnsupportedModelError: the model is of another kind.
     """
-    place = locate(name)
+    place = place or locate(name)
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except _LOADING_ERRORS as error:
@@ -109,9 +113,17 @@ def read_config(name: str | PathLike[str]) -> Any:
     return config
 
 
-def read_tokenizer(name: str | PathLike[str]) -> Any:
-    """The tokenizer beside a model; None where a local folder has no tokenizer files."""
-    place = locate(name)
+def read_tokenizer(name: str | PathLike[str], place: str | None = None) -> Any:
+    """Return the tokenizer beside a model; None where a local folder has no tokenizer files.
+
+    Args:
+        name: "demo", a folder, or a hub id.
+        place: what `locate` returned for the name, where that is known.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    place = place or locate(name)
     if Path(place).is_dir() and not any((Path(place) / file).exists() for file in _TOKENIZER_FILES):
         return None
     try:
@@ -127,7 +139,7 @@ def load_causal_lm(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> tuple[Any, Any]:
-    """A causal LM on a device, and its tokenizer (None where there is none).
+    """Load a causal LM; return it on its device, and its tokenizer (None where there is none).
 
     Args:
         name: "demo", a folder, or a hub id.
@@ -139,13 +151,13 @@ def load_causal_lm(
         UnsupportedModelError: it is no causal LM.
         ConfigError: unknown device or dtype.
     """
-    place, wanted = choose_device(device), choose_dtype(dtype)
-    read_config(name)
-    tokenizer = read_tokenizer(name)
-    folder = locate(name)
+    device, dtype = choose_device(device), choose_dtype(dtype)
+    place = locate(name)
+    read_config(name, place)
+    tokenizer = read_tokenizer(name, place)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=wanted or "auto", trust_remote_code=False, output_loading_info=True
+            place, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
         )
         model, report = loaded
         missing = sorted(report["missing_keys"])
@@ -153,15 +165,15 @@ def load_causal_lm(
             raise CheckpointError(
                 f"{name} is incomplete: {len(missing)} tensors are missing ({missing[0]}, ...): download it again"
             )
-        return model.to(place).eval(), tokenizer
+        return model.to(device).eval(), tokenizer
     except torch.OutOfMemoryError as error:
         raise CheckpointError(
-            f"{name} does not fit into the memory of {place}: take a smaller model, a smaller dtype or another device"
+            f"{name} does not fit into the memory of {device}: take a smaller model, a smaller dtype or another device"
         ) from error
+    except DDTreeError:
+        raise
     except _LOADING_ERRORS as error:
-        if isinstance(error, DDTreeError):
-            raise
-        raise _unreadable(name, folder, error) from error
+        raise _unreadable(name, place, error) from error
 
 
 def check_causal_lm(model: Any) -> None:
@@ -176,6 +188,7 @@ def check_causal_lm(model: Any) -> None:
 
 
 def _unreadable(name: str | PathLike[str], place: str, error: BaseException) -> CheckpointError:
+    """Return the error that says in one line why transformers could not load what is at a place, and what to do."""
     folder = Path(place)
     if not folder.is_dir():
         return CheckpointError(

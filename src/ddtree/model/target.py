@@ -7,7 +7,6 @@ depths and visibility, and drafters only by the layers whose outputs they ask fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,72 +14,37 @@ from torch import Tensor, nn
 
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.model import attention
+from ddtree.model.architectures import TESTED, context_limit, decoder_layers, eos_ids, why_no_tree
+from ddtree.model.attention import Visibility, chain_mask, key_positions, uncommitted_columns, visible_keys
 from ddtree.model.compat import cache_argument
-from ddtree.model.cuda_graphs import Graphs
+from ddtree.model.cuda_graphs import CudaGraphs
 from ddtree.model.kv_cache import KVCache
+from ddtree.model.protocol import Forward, TargetModel, TargetWeights
 from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask
 
-TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
-# Families whose trees are checked against plain decoding by the test suite; others are probed when loaded.
-TESTED = {
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "olmo",
-    "gpt_oss",
-}
+
+class HuggingFaceTarget(TargetWeights):
+    """The attributes of `TargetWeights`, read from a loaded `PreTrainedModel` with a language-model head."""
+
+    def __init__(self, model: Any, tokenizer: Any, max_context: int | None) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.embed: nn.Module = model.get_input_embeddings()
+        self.head: nn.Module = model.get_output_embeddings()
+        self.vocab_size: int = self.head.weight.shape[0]
+        # The configs of a few models that take no drafter (BLT) do not say.
+        self.hidden_size: int = getattr(self.config, "hidden_size", 0)
+        self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.max_context = context_limit(self.config, max_context)
+        self.eos_ids = eos_ids(model, tokenizer)
+        self._cache_name = cache_argument(model)
 
 
-@dataclass
-class Forward:
-    """What one pass over R rows and n tokens gives.
-
-    Attributes:
-        logits: [R, k, V], of the last token only (k = 1) or of all (k = n); None when none were asked for.
-        features: [R, n, F * H], the outputs of the F feature layers side by side; None without feature layers.
-    """
-
-    logits: Tensor | None
-    features: Tensor | None
-
-
-def why_no_tree(model: Any) -> str | None:
-    """Why draft trees cannot be verified on `model`, naming the layer type; None when they can."""
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        return f"{name} is an encoder-decoder"
-    if getattr(config, "num_kv_shared_layers", 0):
-        return f"{name} shares key/value caches between layers"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds - TREE_LAYERS:
-        return f"{name} has {', '.join(sorted(kinds - TREE_LAYERS))} layers, whose state cannot be cut back"
-    if getattr(model, "_is_stateful", False):
-        return f"{name} keeps a recurrent state, which cannot be cut back"
-    if getattr(config, "use_bidirectional_attention", None):
-        return f"{name} attends bidirectionally"
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{name} does not use transformers' attention interface, so it cannot take a tree mask"
-    if not decoder_layers(model):
-        return f"{name} keeps its decoder layers where they are not found"
-    return None
-
-
-def decoder_layers(model: Any) -> Any:
-    """The decoder layers of a causal LM, first to last; empty where they are under none of the usual names."""
-    decoder = model.get_decoder()
-    found = (getattr(decoder, name, None) for name in ("layers", "h"))
-    return next((layers for layers in found if isinstance(layers, nn.ModuleList)), [])
-
-
-class Target:
-    """A causal LM with the operations that decoding needs.
+class Target(HuggingFaceTarget, TargetModel[KVCache]):
+    """A causal LM that verifies draft trees. See `TargetModel` for what each method does.
 
     Args:
         model: a loaded `PreTrainedModel` with a language-model head.
@@ -93,6 +57,8 @@ class Target:
         UnsupportedModelError: draft trees cannot be verified on this model; `AutoregressiveTarget` still runs it.
         ConfigError: a feature layer or `max_context` is out of range.
     """
+
+    verifies_trees = True
 
     def __init__(
         self,
@@ -107,36 +73,27 @@ class Target:
             raise UnsupportedModelError(
                 f'{reason}: draft trees cannot be verified on it; use drafter="none" for autoregressive decoding'
             )
-        self.model = model.eval()
-        self.tokenizer = tokenizer
-        self.config = model.config.get_text_config()
+        super().__init__(model, tokenizer, max_context)
         self._layers = decoder_layers(model)
         self.num_layers = len(self._layers)
-        self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.embed: nn.Module = model.get_input_embeddings()
-        self.head: nn.Module = model.get_output_embeddings()
-        self.device: torch.device = self.embed.weight.device
-        self.dtype: torch.dtype = self.embed.weight.dtype
-        self.max_context = context_limit(self.config, max_context)
-        self.eos_ids = eos_ids(model, tokenizer)
         self._windowed = bool(getattr(self.config, "sliding_window", None))
-        self._cache_name = cache_argument(model)
         self._configs = list(
             {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
         )
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
-        self._graphs = None
-        if graphs and self.device.type == "cuda":
-            self._graphs = Graphs(self.run, self.dtype)
+        self._graphs = CudaGraphs(self.run, self.dtype) if graphs and self.device.type == "cuda" else None
         self.feature_layers: tuple[int, ...] = ()
         self.use_features(feature_layers)
         if self.config.model_type not in TESTED:
             self._probe()
 
     def use_features(self, layers: tuple[int, ...]) -> None:
-        """Gather the outputs of these decoder layers from now on (replacing those gathered before)."""
+        """Gather the outputs of these decoder layers from now on, in place of those gathered before.
+
+        Raises:
+            ConfigError: there is no such layer.
+        """
         for layer in layers:
             if not 0 <= layer < self.num_layers:
                 raise ConfigError(
@@ -147,24 +104,20 @@ class Target:
         self.feature_layers = tuple(layers)
         self._hooks = [self._layers[i].register_forward_hook(self._capture(i)) for i in sorted(set(layers))]
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.clear()
 
     def close(self) -> None:
         """Take our hooks off the model again."""
         self.use_features(())
 
     def new_cache(self, tokens: int | None = None) -> KVCache:
-        """An empty cache, for rows of at most so many tokens; by default whatever the context and a tree may need."""
+        """Return an empty cache for rows of at most `tokens` tokens; by default the context and the largest tree."""
         return KVCache(tokens or self.max_context + MAX_BUDGET + 1, self.num_layers)
 
     def prefill(
         self, cache: KVCache, row: int, tokens: list[int], chunk: int = 512, every: bool = False
     ) -> Iterator[tuple[list[int], Forward]]:
-        """Process a prompt in chunks and commit it; yields each chunk's tokens with its `Forward`.
-
-        Only the last chunk's `Forward` has logits: those of the prompt's last token, [1, 1, V]. With `every`, each
-        has those of all its tokens, [1, n, V].
-        """
+        """Process and commit a prompt in chunks; yield each chunk's tokens and `Forward` (see `TargetModel`)."""
         for at in range(0, len(tokens), chunk):
             part = tokens[at : at + chunk]
             ids = torch.tensor([part], device=self.device)
@@ -176,9 +129,9 @@ class Target:
             yield part, forward
 
     def verify(self, cache: KVCache, tree: DraftTree) -> Forward:
-        """One pass over all nodes of a batch of trees, rows 0..R-1 of the cache; logits [R, N, V].
+        """Run all nodes of a batch of trees in one pass, rows 0..R-1 of the cache; logits [R, N, V].
 
-        What it returns may be overwritten by the next call.
+        The next call may overwrite the result.
         """
         if self._graphs is not None and self._graphs.fits(cache, tree):
             return Forward(*self._graphs.verify(cache, tree))
@@ -188,7 +141,12 @@ class Target:
         return self.extend(cache, tree.tokens, tree.depths, visible)
 
     def _verify_single(self, cache: KVCache, tree: DraftTree) -> Forward:
-        """A root alone, run twice side by side: CPU kernels add up a single row in another order than several."""
+        """Run a root alone twice, side by side, and return the first; in half precision on CPUs.
+
+        CPU kernels multiply a single row (a matrix-vector product) in another order of sums than several rows. In
+        16 bits that flips near-ties, so that plain decoding would give other texts than decoding with trees. Two rows
+        take the kernel that trees take.
+        """
         own = torch.eye(2, dtype=torch.bool, device=self.device)[None]
         forward = self.extend(cache, tree.tokens.expand(1, 2), tree.depths.expand(1, 2), own)
         assert forward.logits is not None
@@ -208,36 +166,43 @@ class Target:
         """Append uncommitted tokens to each row and run them.
 
         Args:
+            cache: holds the rows.
             tokens: int64 [R, n].
             depths: int64 [R, n], position of each token after the row's committed length.
-            visible: bool [R, n, pending + n], which uncommitted columns each token sees (all committed ones are
-                visible); None for a chain, each token seeing those before it.
+            visible: bool [R, n, p + n], which uncommitted tokens each token sees: p pending ones, which earlier calls
+                appended since the last commit, then these. None for a chain after the committed tokens (p = 0).
             rows: first and last + 1 row of the cache; all rows by default.
             keep: logits of the last `keep` tokens only; 0 for all.
+
+        Raises:
+            CacheMemoryError: keys and values do not fit into memory.
         """
         start, stop = rows or (0, cache.rows)
         n = tokens.shape[1]
-        before = cache.pending
-        width = cache.open(start, stop, n)
+        pending = 0 if visible is None else visible.shape[2] - n
+        keys = cache.open(start, stop, n, pending)
         lengths = cache.lengths[start:stop]
         positions = depths + torch.tensor(lengths, device=self.device)[:, None]
-        seen = self._visibility(lengths, before, width, positions, visible)
-        forward = Forward(*self.run(cache, tokens, positions, seen, keep))
-        cache.advance()
-        return forward
+        seen = self._visibility(lengths, pending, keys, positions, visible)
+        return Forward(*self.run(cache, tokens, positions, seen, keep))
 
     @torch.inference_mode()
     def run(
-        self, cache: Any, tokens: Tensor, positions: Tensor, seen: attention.Visibility, keep: int = 0
+        self, cache: Any, tokens: Tensor, positions: Tensor, seen: Visibility, keep: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits, of the last `keep` tokens or of all, and features of tokens [R, n] at positions [R, n] or [1, n].
+        """Return logits, of the last `keep` tokens or of all, and features of one forward.
 
-        What they see is `seen`; their keys and values go where the cache, any that transformers takes, puts them.
+        Args:
+            cache: any that transformers takes; it decides where keys and values go.
+            tokens: int64 [R, n].
+            positions: int64 [R, n] or [1, n].
+            seen: which keys each token sees.
+            keep: logits of the last `keep` tokens only; 0 for all.
         """
         arguments = {
             "input_ids": tokens,
             "position_ids": positions,
-            # Any 4-D mask keeps transformers from building its own; what counts is the visibility beside it.
+            # Any 4-D mask keeps transformers from building its own. Our attention reads the visibility beside it.
             "attention_mask": torch.empty((1, 1, 1, 1), dtype=self.dtype, device=self.device),
             "use_cache": True,
             "logits_to_keep": keep,
@@ -254,26 +219,24 @@ class Target:
         return logits, features
 
     def _visibility(
-        self, lengths: list[int], before: int, width: int, positions: Tensor, visible: Tensor | None
-    ) -> attention.Visibility:
+        self, lengths: list[int], pending: int, keys: int, positions: Tensor, visible: Tensor | None
+    ) -> Visibility:
+        """Return who sees whom in one forward of `extend`, by the rule of `visible_keys`."""
         rows, n = positions.shape
-        columns = torch.arange(width, device=self.device).expand(rows, width)
-        if visible is None and max(lengths) == 0 and before == 0:
-            causal = columns[:, None, :] <= columns[:, :, None]
-            return attention.Visibility(causal, positions, columns, self.dtype, causal=True)
-        if n == 1 and rows == 1 and before == 0:
-            return attention.Visibility(None, positions, columns, self.dtype)
-        if visible is None:
-            chain = torch.arange(before + n, device=self.device)
-            visible = (chain <= chain[before:, None]).expand(rows, n, before + n)
-        seen = torch.zeros((rows, n, width), dtype=torch.bool, device=self.device)
-        key_positions = columns.clone() if self._windowed else columns
-        for row, length in enumerate(lengths):
-            seen[row, :, :length] = True
-            seen[row, :, length : length + before + n] = visible[row]
-            if self._windowed:
-                key_positions[row, length + before : length + before + n] = positions[row]
-        return attention.Visibility(seen, positions, key_positions, self.dtype)
+        every = torch.arange(keys, device=self.device).expand(rows, keys)
+        if visible is None and keys == n:
+            causal = chain_mask(n, self.device).expand(rows, n, n)
+            return Visibility(causal, positions, every, self.dtype, causal=True)
+        if n == rows == 1 and not pending:
+            return Visibility(None, positions, every, self.dtype)
+        columns = uncommitted_columns(lengths, pending + n, self.device)
+        seen = visible_keys(
+            columns, chain_mask(n, self.device, pending) if visible is None else visible, keys
+        )
+        if not self._windowed:
+            return Visibility(seen, positions, every, self.dtype)
+        # Pending tokens count at their columns, which is right but for windows shorter than a draft is deep.
+        return Visibility(seen, positions, key_positions(columns[:, pending:], positions, keys), self.dtype)
 
     def _capture(self, layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -308,42 +271,3 @@ class Target:
                 f"{type(self.model).__name__} gives other logits for a draft tree than for plain text (difference "
                 f'{gap:.3g}); use drafter="none" for autoregressive decoding'
             )
-
-
-def context_limit(config: Any, wanted: int | None) -> int:
-    """Most tokens of a sequence: the model's own limit, or a smaller one asked for.
-
-    With "longrope" that is the length of the short factors: beyond it transformers turns every position of a forward
-    by others, also those whose keys are cached, so that a token's logits depend on what stands beside it.
-    """
-    own = getattr(config, "max_position_embeddings", None) or 2**31 - 1
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        short = rope.get("original_max_position_embeddings")
-        own = min(own, short or getattr(config, "original_max_position_embeddings", None) or own)
-    if wanted is None:
-        return own
-    if not 2 <= wanted <= own:
-        raise ConfigError(f"max_context={wanted} is outside 2..{own}, the model's own limit")
-    return wanted
-
-
-def extends(config: Any) -> bool:
-    """Whether positions beyond the model's limit can be had, and change nothing before them: rotary, of fixed angles.
-
-    Learned positions end with their table; "dynamic" and "longrope" angles depend on how long the text is.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Models with several kinds of layers have parameters for each.
-    kinds = [rope] if "rope_type" in rope else list(rope.values())
-    return bool(kinds) and all(isinstance(k, dict) and k.get("rope_type") in _FIXED_ANGLES for k in kinds)
-
-
-def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end a text: the generation config's, and the tokenizer's own."""
-    found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            found |= {value} if isinstance(value, int) else set(value)
-    return frozenset(found)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import ConfigError
+from ddtree.validation import is_whole
 
 MAX_SEED = 2**63
 MAX_POSITION = 2**31
@@ -29,7 +30,7 @@ _BLOCK = 32768
 
 
 def _signed(word: int) -> int:
-    """The int64 with the same bits as an unsigned 64-bit word."""
+    """Return the int64 with the same bits as an unsigned 64-bit word."""
     return word - 2**64 if word >= 2**63 else word
 
 
@@ -70,7 +71,7 @@ def _gumbel_(words: Tensor, scratch: Tensor, real: Tensor, out: Tensor) -> None:
 
 @lru_cache(maxsize=8)
 def _token_words(vocab_size: int, device: torch.device) -> Tensor:
-    """What each token adds to the key of a (seed, position): int64 [V], shared by all sequences."""
+    """Return the word that each token adds to the key of a (seed, position): int64 [V], shared by all sequences."""
     return torch.arange(vocab_size, dtype=torch.int64, device=device).mul_(_signed(_GAMMA))
 
 
@@ -99,7 +100,7 @@ class Noise:
     def __init__(
         self, seed: int, vocab_size: int, device: torch.device | str = "cpu", *, keep: int = 32
     ) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < MAX_SEED:
+        if not is_whole(seed) or not 0 <= seed < MAX_SEED:
             raise ConfigError(f"seed must be an integer from 0 to 2**63 - 1, not {seed!r}")
         if vocab_size < 1:
             raise ConfigError(f"vocab_size must be at least 1, not {vocab_size}")

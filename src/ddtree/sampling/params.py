@@ -1,17 +1,18 @@
-"""What a request asks of sampling: the fields, their ranges and their errors."""
+"""Sampling parameters of a request: fields, ranges, errors."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
 from ddtree.errors import ConfigError
 from ddtree.sampling.noise import MAX_SEED
+from ddtree.validation import is_whole
 
 Processor = Callable[[list[int], Tensor], Tensor]
 """Custom processor: (prefix token ids, logits float32 [V]) -> logits [V], a pure function."""
@@ -22,14 +23,8 @@ GREEDY_BELOW = 1e-5
 MAX_TOKEN = 2**31 - 1
 
 
-def check_whole(name: str, value: Any) -> None:
-    """Raise ConfigError for what is no whole number."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ConfigError(f"{name} must be a whole number, not {value!r}")
-
-
 def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_whole(value):
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
     number = int(value)
     if not low <= number <= high:
@@ -92,7 +87,7 @@ def _bad_words(value: Any) -> tuple[tuple[int, ...], ...]:
     for word in _items("bad_words", value, "token id lists"):
         if isinstance(word, str):
             raise ConfigError(
-                f"bad_words takes token ids, not {word!r}; convert it with ddtree.text.bad_word_ids"
+                f"bad_words takes token ids, not {word!r}; convert it with ddtree.engine.detokenizer.bad_word_ids"
             )
         ids = _token_ids("bad_words", word)
         if not ids:
@@ -113,7 +108,7 @@ def _processors(value: Any) -> tuple[Processor, ...]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence is sampled and when it ends. Every field is checked on construction.
+    """Says how one sequence is sampled and when it ends. Every field is checked on construction.
 
     Order of processing: repetition, presence and frequency penalties; logit bias; bad words; minimum tokens;
     custom processors; temperature; top-k; top-p; min-p. Each step sees the prefix of the node it is applied
@@ -130,7 +125,7 @@ class SamplingParams:
         presence_penalty: -2 to 2; taken off the logit of each token that the output contains.
         frequency_penalty: -2 to 2; taken off the logit for each time the output contains the token.
         logit_bias: token id (int or decimal string) -> -100 to 100, added to its logit.
-        bad_words: token id sequences that the output may not complete; see `ddtree.text.bad_word_ids` for
+        bad_words: token id sequences that the output may not complete; see `ddtree.engine.detokenizer.bad_word_ids` for
             strings.
         min_tokens: end-of-sequence and stop ids are ruled out, and stop strings ignored, before that many
             tokens.
@@ -140,12 +135,13 @@ class SamplingParams:
         max_tokens: most tokens to generate.
         seed: 0 to 2**63 - 1, or None for a fresh one (`with_seed`).
         logprobs: None, or how many most likely tokens to report beside each chosen one, 0 to 1000.
-        prompt_logprobs: the same of the prompt's tokens. The prompt is then processed whole, whatever is known of
-            its beginning.
+        prompt_logprobs: the same of the prompt's tokens. The prompt is then processed whole, without the prefix
+            cache.
         ignore_eos: the model's end-of-sequence ids do not end the sequence.
         skip_special_tokens: leave special tokens out of the text.
         processors: functions (prefix ids, logits float32 [V]) -> logits [V], applied in order. They must be
-            pure: a node of a draft tree is looked at more than once or not at all.
+            pure functions: they run once for each node on the accepted path of a draft tree, and perhaps for a
+            few nodes after the end of the answer.
 
     Raises:
         ConfigError: a field has a wrong type or is out of range; the message names the field.
@@ -203,12 +199,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without noise."""
+        """Return whether the most likely token is taken, without noise."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def processed(self) -> bool:
-        """Whether anything changes the logits before temperature and filters."""
+        """Return whether anything changes the logits before temperature and filters."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -220,7 +216,7 @@ class SamplingParams:
         )
 
     def with_seed(self) -> SamplingParams:
-        """These parameters, with a fresh random seed where there is none."""
+        """Return these parameters, with a fresh random seed where there is none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
 
 

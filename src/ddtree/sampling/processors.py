@@ -113,7 +113,7 @@ class TokenCounts:
 
 
 class BadWords:
-    """Which tokens would complete a banned sequence after a prefix."""
+    """Finds the tokens that would complete a banned sequence after a prefix."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...]) -> None:
         self._always = sorted({word[0] for word in words if len(word) == 1})
@@ -123,6 +123,7 @@ class BadWords:
                 self._by_last.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
 
     def banned(self, prefix: list[int]) -> list[int]:
+        """Return the ids of the tokens that would complete a banned sequence after `prefix`."""
         tokens = list(self._always)
         for head, last in self._by_last.get(prefix[-1], ()) if prefix else ():
             if prefix[-len(head) :] == head:
@@ -131,7 +132,7 @@ class BadWords:
 
 
 class Processors:
-    """Everything that changes logits before temperature, in the order that `SamplingParams` states.
+    """Applies everything that changes logits before temperature, in the order that `SamplingParams` states.
 
     Args:
         params: the request.
@@ -163,7 +164,7 @@ class Processors:
         self._end_ids = sorted(token for token in end_ids if token < vocab_size)
 
     def __call__(self, logits: Tensor, prefix: list[int], committed: int) -> Tensor:
-        """Processed logits float32 [V] of one prefix; the argument is left as it is.
+        """Return the processed logits float32 [V] of one prefix; the argument is left as it is.
 
         Raises:
             ConfigError: a custom processor returned something that cannot be sampled.
@@ -213,7 +214,7 @@ _LEADING = 256
 
 
 def support(logits: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor | None:
-    """Ids of the tokens kept, ascending, int64 [k]; None where all V are kept.
+    """Return the ids of the tokens kept, ascending, int64 [k]; None where all V are kept.
 
     Args:
         logits: float32 [V], divided by the temperature, at least one of them finite, none NaN or +inf.
@@ -232,7 +233,7 @@ def support(logits: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0
 
 
 def best_ids(logits: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest finite logits [V], by (value descending, id ascending), int64."""
+    """Return the ids of the `count` largest finite logits [V], by (value descending, id ascending), int64."""
     values = torch.topk(logits, min(count, logits.numel())).values
     ids = _first(logits, float(values[-1]), values.numel())
     return ids[torch.sort(logits[ids], descending=True, stable=True).indices]
@@ -244,7 +245,7 @@ def _at_least(logits: Tensor, floor: float) -> Tensor:
 
 
 def _first(logits: Tensor, cut: float, count: int) -> Tensor:
-    """The first `count` ids by (value descending, id ascending), put in ascending order.
+    """Return the first `count` ids by (value descending, id ascending), in ascending order.
 
     `cut` is the value of the last of them.
     """
@@ -259,7 +260,7 @@ def _first(logits: Tensor, cut: float, count: int) -> Tensor:
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Ids that top-p keeps of logits [n], ascending."""
+    """Return the ids that top-p keeps of logits [n], ascending."""
     peak = logits.amax()
     total = (logits - peak).exp_().sum().double()
     # The leading few usually reach p; sorting everything is for flat distributions.
@@ -273,7 +274,7 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _descending(logits: Tensor, leading: int) -> Tensor:
-    """The `leading` largest values (all, if there are fewer), descending."""
+    """Return the `leading` largest values (all, if there are fewer), descending."""
     if leading < logits.numel():
         return torch.topk(logits, leading).values
     if logits.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The target's choice at a position: a pure function of (logits, prefix, parameters, seed, position)."""
+"""Choose the target's token at a position, as a pure function of (logits, prefix, parameters, seed, position)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 class TokenLogprobs:
     """Log-probabilities of the target at one position, before any processing.
 
-    Fields:
+    Attributes:
         token: the chosen id.
         logprob: its log-probability, natural logarithm.
         top: the n most likely (id, log-probability), by (log-probability descending, id ascending).
@@ -85,7 +85,7 @@ class Sampler:
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, prefix: list[int], committed: int = 0) -> int:
-        """The token at position len(prefix).
+        """Choose the token at position len(prefix).
 
         Args:
             logits: the target's raw logits [V], any floating dtype.
@@ -120,7 +120,7 @@ class Sampler:
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, token: int) -> TokenLogprobs:
-        """Log-probabilities of raw logits [V]: of `token` and of the `params.logprobs` most likely ids."""
+        """Return log-probabilities of raw logits [V]: of `token` and of the `params.logprobs` most likely ids."""
         return token_logprobs(logits, token, self.params.logprobs or 0)
 
     def _check(self, best: float, logits: Tensor, prefix: list[int]) -> None:
@@ -137,7 +137,7 @@ class Sampler:
 
 
 def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """Log-probabilities of raw logits [V]: of `token` and of the `count` most likely ids."""
+    """Return log-probabilities of raw logits [V]: of `token` and of the `count` most likely ids."""
     values = torch.log_softmax(logits.float(), dim=-1)
     top: tuple[tuple[int, float], ...] = ()
     if count:
@@ -151,7 +151,7 @@ _LOWEST_BITS = {torch.bfloat16: 0xFF80, torch.float16: 0xFC00}
 
 
 def _highest(scores: Tensor) -> tuple[int, float]:
-    """Index and value of the highest of scores [n] of a floating dtype: the first of equals, a NaN before all."""
+    """Return index and value of the highest of scores [n] of a floating dtype: first of equals, NaN before all."""
     if scores.device.type == "cpu":
         lowest = _LOWEST_BITS.get(scores.dtype)
         if lowest is not None:

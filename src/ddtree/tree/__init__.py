@@ -1,8 +1,8 @@
-"""Draft trees: grown, built best first, pruned, merged, masked and walked. Tensors only; knows no model."""
+"""Build, prune, merge, mask and walk draft trees. Tensors only; knows no model."""
 
 from ddtree.tree.build import Scorer, best_first, grow, merge, prune
 from ddtree.tree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
-from ddtree.tree.verify import ancestor_mask, walk
+from ddtree.tree.verify import ancestor_mask, following, walk
 
 __all__ = [
     "MAX_BUDGET",
@@ -11,6 +11,7 @@ __all__ = [
     "Scorer",
     "ancestor_mask",
     "best_first",
+    "following",
     "grow",
     "merge",
     "prune",

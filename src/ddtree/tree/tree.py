@@ -1,4 +1,4 @@
-"""The data structure: a batch of prefix-closed token trees."""
+"""Hold a batch of prefix-closed token trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DEPTH = 16
 class DraftTree:
     """A batch of R draft trees, each padded to N nodes; node 0 is the root, which holds the bonus token.
 
-    The nodes of a row stand in the order of their score: its first nodes are its tree of a smaller budget.
+    A row's nodes are sorted by score, so that its first nodes are its tree of a smaller budget.
     Padding has token 0, parent 0, depth 0 and log-probability -inf.
 
     Attributes:
@@ -37,14 +37,14 @@ class DraftTree:
 
     @staticmethod
     def root(bonus: list[int], device: torch.device | str = "cpu") -> DraftTree:
-        """Trees of the root alone: one row for each bonus token."""
+        """Make trees of the root alone: one row for each bonus token."""
         tokens = torch.tensor(bonus, dtype=torch.int64, device=device).reshape(-1, 1)
         zeros = torch.zeros_like(tokens)
         return DraftTree(tokens, zeros, zeros, zeros.float(), [1] * len(bonus))
 
     @staticmethod
     def stack(trees: list[DraftTree]) -> DraftTree:
-        """One batch of the rows of all `trees`, in order.
+        """Make one batch of the rows of all `trees`, in order.
 
         Raises:
             ConfigError: there are no trees.
@@ -69,13 +69,13 @@ class DraftTree:
         )
 
     def row(self, index: int) -> DraftTree:
-        """The tree of one row, without its padding."""
+        """Return the tree of one row, without its padding."""
         size = self.sizes[index]
         cut = (slice(index, index + 1), slice(size)) if index >= 0 else (slice(index, None), slice(size))
         return DraftTree(self.tokens[cut], self.parents[cut], self.depths[cut], self.logprobs[cut], [size])
 
     def truncate(self, budgets: list[int]) -> DraftTree:
-        """The first nodes of each row: its tree of a smaller budget (nodes besides the root).
+        """Keep the first nodes of each row: its tree of a smaller budget (nodes besides the root).
 
         Raises:
             ConfigError: a budget is outside 0..1024, or there is not one for each row.
@@ -93,7 +93,7 @@ class DraftTree:
         return tree if min(sizes) == width else tree.padded()
 
     def padded(self) -> DraftTree:
-        """With everything beyond the sizes made padding."""
+        """Make everything beyond the sizes padding."""
         beyond = ~in_use(self)
         return DraftTree(
             self.tokens.masked_fill(beyond, 0),
@@ -105,7 +105,7 @@ class DraftTree:
 
 
 def in_use(tree: DraftTree) -> Tensor:
-    """bool [R, N]: which nodes are no padding."""
+    """Return bool [R, N]: True for nodes that are no padding."""
     device = tree.tokens.device
     sizes = torch.tensor(tree.sizes, device=device)
     return torch.arange(tree.tokens.shape[1], device=device) < sizes[:, None]

@@ -1,0 +1,90 @@
+"""Facts about a transformers model, read from its config: can it verify trees, how long may a text be, what ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ddtree.errors import ConfigError
+
+TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers whose state is keys and values by token, so that rejected tokens can be cut off."""
+TESTED = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo", "gpt_oss"}
+)
+"""Families whose trees the test suite checks against plain decoding. Others are probed when they are loaded."""
+_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
+
+
+def why_no_tree(model: Any) -> str | None:
+    """Return why draft trees cannot be verified on a `PreTrainedModel`, naming the layer type; None when they can."""
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return f"{name} shares key/value caches between layers"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds - TREE_LAYERS:
+        return f"{name} has {', '.join(sorted(kinds - TREE_LAYERS))} layers, whose state cannot be cut back"
+    if getattr(model, "_is_stateful", False):
+        return f"{name} keeps a recurrent state, which cannot be cut back"
+    if getattr(config, "use_bidirectional_attention", None):
+        return f"{name} attends bidirectionally"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} does not use transformers' attention interface, so it cannot take a tree mask"
+    if not decoder_layers(model):
+        return f"{name} keeps its decoder layers where they are not found"
+    return None
+
+
+def decoder_layers(model: Any) -> Any:
+    """Return a causal LM's decoder layers, first to last; empty where they have none of the usual names."""
+    decoder = model.get_decoder()
+    found = (getattr(decoder, name, None) for name in ("layers", "h"))
+    return next((layers for layers in found if isinstance(layers, nn.ModuleList)), [])
+
+
+def context_limit(config: Any, wanted: int | None) -> int:
+    """Return the most tokens of a sequence: the model's own limit (8,192, for example), or a smaller one asked for.
+
+    With "longrope" the model's limit is the length of the short factors. For longer texts transformers turns every
+    position of a forward by other angles, also positions whose keys are cached, so that a token's logits would depend
+    on the tokens beside it.
+
+    Raises:
+        ConfigError: `wanted` is less than 2, or more than the model's limit.
+    """
+    own = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        short = rope.get("original_max_position_embeddings")
+        own = min(own, short or getattr(config, "original_max_position_embeddings", None) or own)
+    if wanted is None:
+        return own
+    if not 2 <= wanted <= own:
+        raise ConfigError(f"max_context={wanted} is outside 2..{own}, the model's own limit")
+    return wanted
+
+
+def extrapolates(config: Any) -> bool:
+    """Return whether RoPE goes beyond the model's limit and changes nothing before it.
+
+    Rotary angles that are fixed do. Learned positions end with their table; "dynamic" and "longrope" angles depend on
+    the length of the text.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Models with several kinds of layers have parameters for each.
+    kinds = [rope] if "rope_type" in rope else list(rope.values())
+    return bool(kinds) and all(isinstance(k, dict) and k.get("rope_type") in _FIXED_ANGLES for k in kinds)
+
+
+def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the token ids that end a text: the generation config's, the config's and the tokenizer's."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found |= {value} if isinstance(value, int) else set(value)
+    return frozenset(found)
