@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,18 +147,6 @@ class Measurement:
         }
 
 
-class DecodingMethod(Protocol):
-    """Anything that answers a prompt and can be timed."""
-
-    name: str
-
-    def answer(self, prompt: list[int], params: SamplingParams) -> Measurement:
-        """Decode one prompt alone, and measure it."""
-
-    def learnt(self) -> list[dict[str, Any]]:
-        """Return lines for the raw figures: learnt latency and acceptance."""
-
-
 class EngineMethod:
     """A method of ddtree's engine. Plain decoding gathers no features and feeds no drafter.
 
@@ -192,16 +180,9 @@ class EngineMethod:
             raise sequence.error
         stats = sequence.stats
         self._contexts.append(len(prompt) + stats.output_tokens / 2)
-        return Measurement(
-            sequence.output,
-            stats.total,
-            stats.ttft,
-            stats.rounds,
-            stats.nodes,
-            dict(stats.accepted),
-            dict(stats.seconds),
-            dict(stats.arms) if self.spec.adaptive else {},
-        )
+        counts = stats.rounds, stats.nodes, dict(stats.accepted)
+        arms = dict(stats.arms) if self.spec.adaptive else {}
+        return Measurement(sequence.output, stats.total, stats.ttft, *counts, dict(stats.seconds), arms)
 
     def learnt(self) -> list[dict[str, Any]]:
         """Return the policy's state and its latency curve at the mean context of what was decoded."""
@@ -314,6 +295,9 @@ class _FirstTokenTimer:
 
     def end(self) -> None:
         """Do nothing: no token is held back."""
+
+
+DecodingMethod = EngineMethod | Baseline
 
 
 class ModelPair:
