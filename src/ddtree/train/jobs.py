@@ -79,7 +79,7 @@ class DrafterJob:
 
 
 class TrainingTrunk:
-    """The frozen parts that heads borrow, on training's side: see `ddtree.drafters.heads.Trunk`.
+    """The frozen parts that heads borrow, on training's side: see `ddtree.drafters.dflash.heads.BackboneParts`.
 
     Args:
         net: the drafter.
