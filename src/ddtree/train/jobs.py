@@ -79,7 +79,7 @@ class DrafterJob:
 
 
 class TrainingBackbone:
-    """The frozen parts that heads use, in training; see `ddtree.drafters.dflash.heads.Trunk`.
+    """The frozen parts that heads use, in training; see `ddtree.drafters.dflash.heads.BackboneParts`.
 
     Args:
         net: the drafter.
