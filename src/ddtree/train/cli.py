@@ -10,10 +10,10 @@ from ddtree.errors import ConfigError
 from ddtree.model.pretrained import choose_device, load_causal_lm
 from ddtree.model.target import Target
 from ddtree.train import steps
+from ddtree.train.config import TrainConfig
 from ddtree.train.distributed import Group, local_device, wants_fsdp
 from ddtree.train.options import add_options
 from ddtree.train.synthesize import SynthesisConfig
-from ddtree.train.trainer import TrainConfig
 
 _STEPS: dict[str, Callable[..., None]] = {
     "synthesize": steps.synthesize,

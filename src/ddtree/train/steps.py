@@ -28,6 +28,7 @@ from ddtree.progress import ProgressLine
 from ddtree.sampling.noise import PLAIN
 from ddtree.train import export as exporting
 from ddtree.train import synthesize as synthesizing
+from ddtree.train.config import TrainConfig
 from ddtree.train.coupling import fit_coupling
 from ddtree.train.data import (
     Corpus,
@@ -45,7 +46,8 @@ from ddtree.train.initial import draft_config, feature_layers, initial_net, mask
 from ddtree.train.jobs import DrafterJob, HeadsJob
 from ddtree.train.loss import LOSSES, Vocabulary
 from ddtree.train.options import from_arguments, option
-from ddtree.train.trainer import TrainConfig, Trainer, train
+from ddtree.train.trainer import Trainer
+from ddtree.train.training_log import HeldOutScore, TrainProgressLine
 from ddtree.train.user_messages import ChatTemplate, read_user_messages
 
 _BATCH_SIZE, _CPU_BATCH_SIZE = 64, 2  # a CPU gains nothing from wide passes
@@ -153,7 +155,7 @@ def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
     config = train_config(args, target.device)
     job = DrafterJob(network, Vocabulary(ids, weight), embedding_weight(target), config.objective)
     trainer = Trainer(job, corpus, args.work / FIT, config, target.device, teacher, group)
-    best = train(trainer, "fit", config, group)[DRAFTER]
+    best = _run(trainer, "fit", config, group)[DRAFTER]
     if group.sharded:
         network = DFlashNet(shape).to(target.device)
         network.load_state_dict(torch.load(args.work / FIT / f"{DRAFTER}.pt", weights_only=True))
@@ -219,7 +221,7 @@ def heads(args: argparse.Namespace, target: Target, group: Group) -> None:
     job = HeadsJob(on_device, objectives, network, vocabulary, embedding_weight(target))
     teacher = _teacher(args.features, target, corpus, shape.target_layer_ids, group)
     trainer = Trainer(job, corpus, args.work / HEADS, config, target.device, teacher, group)
-    best = train(trainer, "heads", config, group)
+    best = _run(trainer, "heads", config, group)
     if not (group.main or group.sharded):
         return
     couplings = dict.fromkeys(built, checkpoint.layout.coupling)
@@ -334,6 +336,16 @@ def head_weight(target: Target) -> Tensor:
 def embedding_weight(target: Target) -> Tensor:
     """Return the embedding's matrix [V, H]."""
     return target.embed.weight.detach()  # type: ignore[operator]
+
+
+def _run(trainer: Trainer, label: str, config: TrainConfig, group: Group) -> dict[str, HeldOutScore]:
+    """Run a trainer, with a progress line in the main process; return the best scores."""
+    if not group.main:
+        return trainer.run()
+    line = TrainProgressLine(label, config.steps, config.minutes)
+    best = trainer.run(line.update)
+    line.close()
+    return best
 
 
 def _teacher(
