@@ -1,4 +1,4 @@
-"""One engine of `vllm_speed.py`: answers what comes as JSON lines on standard input, timed step by step."""
+"""One engine of `vllm_speed.py`: answers prompts that come as JSON lines on standard input, timed step by step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from watch import Watch
 
-from ddtree.integrations.vllm.settings import Drafting, Settings
+from ddtree.integrations.vllm.settings import PluginSettings
 
 WAYS: dict[str, dict[str, Any]] = {
     "vLLM": {},
@@ -19,8 +19,8 @@ WAYS: dict[str, dict[str, Any]] = {
             "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4,
         }
     },
-    "lookup": Settings(drafter="lookup", drafting=Drafting("auto")).engine_arguments(),
-    "demo": Settings(drafter="demo", drafting=Drafting("auto")).engine_arguments(),
+    "lookup": PluginSettings(drafter="lookup").engine_arguments(),
+    "demo": PluginSettings(drafter="demo").engine_arguments(),
 }  # fmt: skip
 """Arguments of the engine by the way it drafts; the last two are ours."""
 
@@ -46,7 +46,7 @@ class Engine:
         self._asked = 0
 
     def answer(self, prompts: list[str], tokens: int, streams: int) -> dict[str, Any]:
-        """Answers, greedily, `streams` of them at a time; figures of the steps that decode so many and read no prompt.
+        """Answer greedily, `streams` prompts at a time, and time the steps that decode so many and read no prompt.
 
         Returns:
             `tokens` of each answer, and of those steps: `generated` tokens, `steps`, and seconds in all (`seconds`), in
@@ -89,7 +89,7 @@ class Engine:
 
 
 def serve(given: TextIO, out: TextIO) -> None:
-    """The first line is how to load; each other one asks for answers."""
+    """Load an engine as the first line says, and answer each other line."""
     engine = Engine(**json.loads(given.readline()))
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in given:

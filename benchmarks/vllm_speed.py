@@ -27,7 +27,7 @@ from typing import Any
 
 from vllm_engine import WAYS
 
-from ddtree.bench import prompt_sets as prompt_sets
+from ddtree.bench import prompt_sets
 from ddtree.model.demo import resolve
 from ddtree.model.pretrained import read_tokenizer
 
@@ -49,6 +49,7 @@ class Child:
         self.ask({"way": way, **setup})
 
     def ask(self, what: dict[str, Any]) -> dict[str, Any]:
+        """Send a line and return the answer."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(what), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
@@ -58,6 +59,7 @@ class Child:
         return found
 
     def close(self) -> None:
+        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(60)
@@ -65,14 +67,14 @@ class Child:
 
 
 def environment() -> dict[str, str]:
-    """As `ddtree serve --engine vllm` sets it, with the engine in the process that times it."""
+    """Return the environment that `ddtree serve --engine vllm` sets, with the engine in the process that times it."""
     found = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     library = Path(sys.prefix, "lib", "libiomp5.so")
     return found | ({"LD_PRELOAD": str(library), "KMP_BLOCKTIME": "5"} if library.exists() else {})
 
 
 def chats(model: str, count: int, skip: int) -> list[str]:
-    """Prompts of the set that ships, through the model's chat template."""
+    """Return prompts of the set that ships, through the model's chat template."""
     tokenizer = read_tokenizer(model)
     chosen = prompt_sets.read([prompt_sets.SMALL], limit=skip + count)[skip:]
     return [
@@ -122,7 +124,7 @@ def main() -> int:
 
 
 def run(children: dict[str, Child], args: argparse.Namespace, model: str) -> list[dict[str, Any]]:
-    """The figures of every answer: turn, streams, way."""
+    """Ask every way in turns; return the figures of every answer with its turn, streams and way."""
     found, skip = [], 0
     for child in children.values():
         child.ask({"prompts": chats(model, 1, 0), "tokens": 16, "streams": 1})
@@ -139,7 +141,7 @@ def run(children: dict[str, Child], args: argparse.Namespace, model: str) -> lis
 
 
 def show(raw: list[dict[str, Any]], ways: list[str]) -> int:
-    """Print the tables; returns how many texts differ from plain vLLM's."""
+    """Print the tables; return how many texts differ from plain vLLM's."""
     cells: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     for figures in raw:
         cells[figures["streams"], figures["way"]].append(figures)

@@ -46,10 +46,10 @@ THEIRS = ("vLLM", "vLLM with own norms")
 
 
 def ours(options: argparse.Namespace) -> None:
-    """Decode with ddtree and write what it gave."""
+    """Decode with ddtree and write the result."""
     import torch
 
-    from ddtree.bench import prompt_sets as prompts
+    from ddtree.bench import prompt_sets
     from ddtree.drafters.dflash.checkpoint import locate
     from ddtree.drafters.loading import contents, load_drafter
     from ddtree.model.demo import resolve, resolve_drafter
@@ -67,7 +67,7 @@ def ours(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         whole = load_drafter(without_vocabulary(network, Path(folder)), target)
         texts = []
-        for prompt in prompts.read([options.prompts], limit=options.count):
+        for prompt in prompt_sets.read([options.prompts], limit=options.count):
             ids = encode(tokenizer, [{"role": "user", "content": prompt.turns[0]}])
             found = {
                 name: decode_ours(target, drafter, ids, options.max_tokens)
@@ -88,7 +88,7 @@ def ours(options: argparse.Namespace) -> None:
 
 
 def without_vocabulary(checkpoint: Path, folder: Path) -> Path:
-    """The same checkpoint as an engine reads it that knows of no draft vocabulary."""
+    """Return a copy of a checkpoint without its draft vocabulary, as an engine reads it that knows of none."""
     for file in checkpoint.iterdir():
         (folder / file.name).symlink_to(file.resolve())
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -99,7 +99,7 @@ def without_vocabulary(checkpoint: Path, folder: Path) -> Path:
 
 
 def decode_ours(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    """Tokens of a prompt, how many each forward pass gave, and the best scores of each position."""
+    """Decode a prompt; return its tokens, how many each forward pass gave, and the best scores of each position."""
     from ddtree.engine.engine import Engine
     from ddtree.sampling.sampler import SamplingParams
 
@@ -120,7 +120,7 @@ def decode_ours(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -
 
 
 def theirs(options: argparse.Namespace) -> int:
-    """Decode with vLLM and compare; returns the exit code."""
+    """Decode with vLLM and compare; return the exit code."""
     record = json.loads(options.ours.read_text(encoding="utf-8"))
     engine = their_engine(record)
     for way in THEIRS:
@@ -135,6 +135,7 @@ def theirs(options: argparse.Namespace) -> int:
 
 
 def their_engine(record: dict[str, Any]) -> Any:
+    """Load the pair into vLLM, in this process."""
     # One process and nothing looked up outside: its steps can be counted from here.
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -178,7 +179,7 @@ def give_own_norms(engine: Any) -> None:
 
 
 def decode_theirs(engine: Any, text: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """The same as `decode_ours`, out of vLLM's engine."""
+    """Decode a prompt with vLLM; return the same as `decode_ours`."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -203,7 +204,7 @@ def decode_theirs(engine: Any, text: dict[str, Any], record: dict[str, Any]) -> 
 
 
 def report(record: dict[str, Any]) -> int:
-    """Print the comparison; returns the exit code."""
+    """Print the comparison; return the exit code."""
     texts = record["texts"]
     noise = max((change for text in texts for change in _changes(text["ways"])), default=0.0)
     print(
@@ -236,7 +237,7 @@ def report(record: dict[str, Any]) -> int:
 
 
 def _flip(text: dict[str, Any], way: str, other: str) -> float | None:
-    """Our gap between the two tokens where a text of theirs parts from one of ours; None where they are the same."""
+    """Return our gap between the two tokens where a text of theirs parts from ours; None where they are the same."""
     one, two = text["ways"][way], text["ways"][other]["tokens"]
     place = _parting(one["tokens"], two)
     if place is None:
@@ -246,7 +247,7 @@ def _flip(text: dict[str, Any], way: str, other: str) -> float | None:
 
 
 def _changes(ways: dict[str, Any]) -> Iterator[float]:
-    """How much the gap of the best two scores differs between the engines, wherever they have read the same text."""
+    """Yield how much the gap of the best two scores differs between the engines, where both read the same text."""
     one, two = ways["off"], ways[THEIRS[0]]
     place = _parting(one["tokens"], two["tokens"])
     for ours, theirs in zip(one["top"][:place], two["top"][:place], strict=False):
@@ -257,13 +258,13 @@ def _changes(ways: dict[str, Any]) -> Iterator[float]:
 
 
 def _gap(top: list[list[Any]], one: int, other: int) -> float:
-    """Between the scores of two tokens at a position; infinite where one is not among the most likely."""
+    """Return the gap between the scores of two tokens; infinite where one is not among the most likely."""
     scores = {token: score for token, score in top}
     return scores[one] - scores[other] if one in scores and other in scores else math.inf
 
 
 def _parting(one: list[int], other: list[int]) -> int | None:
-    """The first place where two texts differ; None where they do not."""
+    """Return the first place where two texts differ; None where they do not."""
     if one == other:
         return None
     pairs = enumerate(zip(one, other, strict=False))
@@ -271,7 +272,7 @@ def _parting(one: list[int], other: list[int]) -> int | None:
 
 
 def _rounds(text: dict[str, Any], way: str) -> list[int]:
-    """Tokens of each round but the last, as far as all drafted texts are the same."""
+    """Return the tokens of each round but the last, as far as all drafted texts are the same."""
     ways = text["ways"]
     partings = (_parting(ways[WHOLE]["tokens"], ways[other]["tokens"]) for other in (WAYS[1], *THEIRS))
     end = min((place for place in partings if place is not None), default=math.inf)

@@ -30,7 +30,7 @@ from pathlib import Path
 import httpx
 from soak_traffic import CHAT, Case, Traffic, bodies, whole
 
-from ddtree.bench import prompt_sets as prompts
+from ddtree.bench import prompt_sets
 from ddtree.errors import DDTreeError
 
 WARM_UP = 0.25  # of the time, after which memory may not grow any more
@@ -133,7 +133,7 @@ async def soak(args, server):
     ) as client:
         await ready(client, args.deadline)
         card = (await client.get("/v1/models")).json()["data"][0]
-        texts = [prompt.turns[0] for prompt in prompts.read(["small"])]
+        texts = [prompt.turns[0] for prompt in prompt_sets.read(["small"])]
         cases = await alone(client, bodies(texts, generator, args.cases, card["max_model_len"]))
         state = (await client.get("/api/state")).json()
         traffic = Traffic(

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ddtree.bench.serving.events import events
+from ddtree.bench.load import sse_events
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOK = "took longer than the deadline"
@@ -304,7 +304,7 @@ async def streamed(reply, pause=0.0):
     """The same of a stream, read with pauses."""
     ends, done = {}, False
     texts = {}
-    async for data in events(reply.aiter_bytes()):
+    async for data in sse_events(reply.aiter_bytes()):
         if data == "[DONE]":
             done = True
             continue

@@ -1,18 +1,18 @@
-"""Ways of decoding that answer without a model, and raw figures made with them."""
+"""Methods of decoding that answer without a model, and results made with them."""
 
 from pathlib import Path
 from typing import Any
 
-from ddtree.bench.methods import Answer
+from ddtree.bench.methods import Measurement
 from ddtree.bench.prompt_sets import BenchPrompt
-from ddtree.bench.results import Log, Raw, read
-from ddtree.bench.runner import Plan, Runner
+from ddtree.bench.results import Results, ResultsFile, read
+from ddtree.bench.runner import BenchPlan, BenchRunner
 from ddtree.sampling.sampler import SamplingParams
 
 TEXT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
-class FakeWay:
+class FakeMethod:
     """Answers with the same tokens, at a pace of its own; notes what it was asked."""
 
     def __init__(self, name: str, pace: float = 1.0, tokens: tuple[int, ...] = TEXT, tau: int = 1) -> None:
@@ -21,7 +21,7 @@ class FakeWay:
         self.asked: list[tuple[list[int], SamplingParams]] = []
         self.order: list[str] = []
 
-    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
+    def answer(self, prompt: list[int], params: SamplingParams) -> Measurement:
         self.asked.append((prompt, params))
         self.order.append(self.name)
         tokens = list(self.tokens)
@@ -37,7 +37,7 @@ class FakeWay:
             "walk": 0.02,
             "commit": 0.01,
         }
-        return Answer(
+        return Measurement(
             tokens, 0.5 + decode, 0.5, rounds, 4 * rounds, {self.tau - 1: rounds}, seconds, {self.name: rounds},
             comparable=self.name not in ("hf",) or params.greedy,
         )  # fmt: skip
@@ -57,12 +57,14 @@ class FakeWay:
         ]
 
 
-def ways(*names: str) -> list[FakeWay]:
+def methods(*names: str) -> list[FakeMethod]:
     """One for each name, each faster than the one before."""
     order: list[str] = []
-    made = [FakeWay(name, 1 + 0.3 * place, tau=1 if name == "off" else 2) for place, name in enumerate(names)]
-    for way in made:
-        way.order = order
+    made = [
+        FakeMethod(name, 1 + 0.3 * place, tau=1 if name == "off" else 2) for place, name in enumerate(names)
+    ]
+    for method in made:
+        method.order = order
     return made
 
 
@@ -73,12 +75,12 @@ def prompts(per_task: int = 3) -> list[BenchPrompt]:
     ]  # fmt: skip
 
 
-def plan(chosen: list[BenchPrompt] | None = None, **changes: Any) -> Plan:
+def plan(chosen: list[BenchPrompt] | None = None, **changes: Any) -> BenchPlan:
     settings: dict[str, Any] = {
         "prompts": prompts() if chosen is None else chosen, "temperatures": (0.0, 1.0), "turns": 1, "messages": None,
         "max_tokens": 8, "max_context": 64, "seed": 0,
     }  # fmt: skip
-    return Plan(**{**settings, **changes})
+    return BenchPlan(**{**settings, **changes})
 
 
 def header(cells: list[str], baselines: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
@@ -102,31 +104,23 @@ def decode(tokens: list[int]) -> str:
     return "".join(chr(97 + token) for token in tokens)
 
 
-def judge(prompt: list[int], plain: Answer, other: Answer, params: SamplingParams) -> dict[str, Any]:
+def compare(
+    prompt: list[int], plain: Measurement, other: Measurement, params: SamplingParams
+) -> dict[str, Any]:
     if not other.comparable:
         return {"kind": "unchecked"}
     same = plain.tokens == other.tokens
     return {"kind": "equal"} if same else {"kind": "different", "at": 1, "gap": 0.5, "noise": 0.1}
 
 
-class Quiet:
-    """No progress line."""
-
-    def update(self, done: int, note: str = "") -> None:
-        """Says nothing."""
-
-    def close(self) -> None:
-        """Says nothing."""
+def runner(results: ResultsFile, made: list[FakeMethod], chosen: BenchPlan | None = None) -> BenchRunner:
+    return BenchRunner(
+        made, chosen or plan(), encode=encode, decode=decode, compare=compare, results=results, quiet=True
+    )  # fmt: skip
 
 
-def runner(log: Log, made: list[FakeWay], chosen: Plan | None = None) -> Runner:
-    return Runner(
-        made, chosen or plan(), encode=encode, decode=decode, judge=judge, log=log, progress=Quiet()
-    )  # type: ignore[arg-type]  # fmt: skip
-
-
-def measured(path: Path, names: list[str], baselines: tuple[str, ...] = (), turns: int = 1) -> Raw:
-    """Raw figures of some fake ways."""
-    with Log(path, header(names, baselines, turns=turns)) as log:
-        runner(log, ways(*names, *baselines), plan(turns=turns)).run()
+def measured(path: Path, names: list[str], baselines: tuple[str, ...] = (), turns: int = 1) -> Results:
+    """Results figures of some fake ways."""
+    with ResultsFile(path, header(names, baselines, turns=turns)) as results:
+        runner(results, methods(*names, *baselines), plan(turns=turns)).run()
     return read(path)

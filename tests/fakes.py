@@ -1,4 +1,4 @@
-"""A service whose answers a test writes itself, and a real HTTP server in front of a service."""
+"""An engine thread whose answers a test writes itself, and a real HTTP server in front of an engine thread."""
 
 import threading
 import time
@@ -8,12 +8,10 @@ from types import SimpleNamespace
 import talker
 from ddtree.engine.sequence import Result
 from ddtree.server.app import create_app
-from ddtree.server.drafting import Drafting
-from ddtree.server.events import Event
-from ddtree.server.limits import Limits
-from ddtree.server.metrics import Metrics
-from ddtree.server.run import Server, bind, url
-from ddtree.server.state import Settings
+from ddtree.server.config import DraftSettings, HttpSettings, ServerLimits
+from ddtree.server.handle import TokenDelta
+from ddtree.server.metrics import RoundBook
+from ddtree.server.run import HttpServer, bind, url
 from ddtree.server.tokens import TokenTexts
 from ddtree.stats import Stats
 
@@ -24,47 +22,55 @@ def result(text, tokens, reason="stop", prompt=(1,), **figures):
 
 
 def said(text, reason="stop"):
-    """The events of an answer that comes a character at a time."""
+    """The deltas of an answer that comes a character at a time."""
     ids = [ord(char) % 256 for char in text]
-    pieces = [Event(char, [token], [i % 2]) for i, (char, token) in enumerate(zip(text, ids, strict=True))]
-    return [*pieces, Event("", [], [], result=result(text, ids, reason))]
+    pieces = [
+        TokenDelta(char, [token], [i % 2]) for i, (char, token) in enumerate(zip(text, ids, strict=True))
+    ]
+    return [*pieces, TokenDelta(result=result(text, ids, reason))]
 
 
-class FakeService:
-    """Answers with `script(asked, index)`: a list of events, delivered at once by another thread, or an iterator."""
+class FakeWorker:
+    """Answers with `script(handle, index)`: an iterable of deltas, sent by another thread.
+
+    A handle has the `prompt`, `params`, `drafting` and `text` of its request, and `send(delta)`.
+    """
 
     def __init__(self, **limits):
         self.name = "fake"
-        self.limits = Limits(**limits)
-        self.drafting = Drafting()
+        self.limits = ServerLimits(**limits)
+        self.drafting = DraftSettings()
         self.health = {"live": True, "ready": True, "status": "ready", "error": None}
-        self.metrics = Metrics(self.name)
         self.model = SimpleNamespace(
             tokenizer=talker.tokenizer(),
             target=SimpleNamespace(model=talker.model(), max_context=512, vocab_size=talker.VOCAB),
             engine=SimpleNamespace(max_rows=2, members=("dflash", "lookup")),
         )
         self.texts = TokenTexts(self.model.tokenizer)
-        self.script = lambda asked, index: said("hello")
+        self.book = RoundBook(self.name, self.texts)
+        self.script = lambda handle, index: said("hello")
         self.refusal = None
         self.asked = []
         self.cancelled = []
-        self.watchers = []
 
-    def submit_all(self, asked):
+    def submit(self, requests, queue):
         if self.refusal is not None:
             raise self.refusal
-        self.asked += asked
-        for index, one in enumerate(asked):
-            threading.Thread(target=self._play, args=(one, index), daemon=True).start()
-        return list(asked)
+        handles = [
+            SimpleNamespace(**vars(request), send=lambda delta, index=index: queue.put((index, delta)))
+            for index, request in enumerate(requests)
+        ]
+        self.asked += handles
+        for index, handle in enumerate(handles):
+            threading.Thread(target=self._play, args=(handle, index), daemon=True).start()
+        return handles
 
-    def _play(self, asked, index):
-        for event in self.script(asked, index):
-            asked.deliver(event)
+    def _play(self, handle, index):
+        for delta in self.script(handle, index):
+            handle.send(delta)
 
-    def cancel(self, ticket):
-        self.cancelled.append(ticket)
+    def cancel(self, handle):
+        self.cancelled.append(handle)
 
     def set_drafting(self, drafting):
         drafting.check_drafter(self.model.engine.members)
@@ -73,28 +79,31 @@ class FakeService:
     def state(self):
         return {"model": self.name, "rows": 0}
 
-    def watch(self, deliver):
-        self.watchers.append(deliver)
-        return lambda: self.watchers.remove(deliver)
-
     def shutdown(self, grace=0.0):
         self.health = {"live": False, "ready": False, "status": "stopped", "error": None}
 
 
 @contextmanager
-def served(service, grace=5.0, port=0, **settings):
-    """The address of a server, on a free port by default, which has ended afterwards."""
+def running(worker, grace=5.0, port=0, **settings):
+    """A server, its thread and its address, on a free port by default. It has ended afterwards."""
     bound = bind("127.0.0.1", port)
-    server = Server(create_app(service, Settings(**settings)), service, grace=grace)
+    server = HttpServer(create_app(worker, HttpSettings(**settings)), worker, grace=grace)
     thread = threading.Thread(target=server.serve_on, args=(bound,))
     thread.start()
     try:
         eventually(lambda: server.started)
-        yield url(bound)
+        yield server, thread, url(bound)
     finally:
         server.stop()
         thread.join(30)
         assert not thread.is_alive()
+
+
+@contextmanager
+def served(worker, **options):
+    """The address of a server; see `running`."""
+    with running(worker, **options) as (_, _, address):
+        yield address
 
 
 def eventually(holds, seconds=10.0):

@@ -9,7 +9,7 @@ import talker
 import tiny
 from ddtree.drafters import loading
 from ddtree.drafters.dflash import checkpoint
-from ddtree.drafters.dflash.files import write_head
+from ddtree.drafters.dflash.head_checkpoint import write_head
 from ddtree.drafters.dflash.heads import Markov
 from ddtree.drafters.ngram_builder import build_table
 from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -35,7 +35,7 @@ def facts(part):
 
 def test_a_target_is_described(tmp_path):
     report = inspect(str(talker.save(tmp_path)))
-    assert report.drafter is None and report.misfits is None
+    assert report.drafter is None and report.incompatibilities is None
     found = facts(report.target)
     assert found["model"].startswith("LlamaForCausalLM")
     assert found["layers"] == "2 full attention; hidden size 32, vocabulary 260"
@@ -58,7 +58,7 @@ def test_weights_are_not_loaded(target, monkeypatch):
 
 def test_a_drafter_is_described(network):
     report = inspect(network)
-    assert report.target is None and report.misfits is None
+    assert report.target is None and report.incompatibilities is None
     found = facts(report.drafter)
     assert found["kind"] == "DFlash, z-lab's layout"
     assert found["block"] == "8 slots, drafts up to 7 tokens ahead"
@@ -69,14 +69,14 @@ def test_a_drafter_is_described(network):
 
 def test_a_pair_that_fits_is_said_to_from_either_side(target, network):
     for report in (inspect(target, drafter=network), inspect(network, target=target)):
-        assert report.misfits == []
+        assert report.incompatibilities == []
         assert str(report).endswith(f"{network} fits {target}")
 
 
 def test_a_pair_that_does_not_fit_lists_every_reason(tmp_path, network):
     tiny.model(vocab_size=64, num_hidden_layers=3).save_pretrained(tmp_path / "other")
     report = inspect(network, target=str(tmp_path / "other"))
-    assert report.misfits == [
+    assert report.incompatibilities == [
         "it was made for a target of 2 layers, this one has 3",
         "vocabulary of 48 tokens is not the target's 64",
     ]
@@ -87,24 +87,24 @@ def test_an_exported_folder_has_a_network_and_a_table(tmp_path, target):
     checkpoint.write(tmp_path / "both" / loading.NETWORK, tiny.network(tiny.model()))
     build_table([tiny.prompt(50)], tmp_path / "both" / loading.TABLE)
     report = inspect(str(tmp_path / "both"), target=target)
-    assert report.misfits == [] and "contexts of up to" in facts(report.drafter)["n-grams"]
+    assert report.incompatibilities == [] and "contexts of up to" in facts(report.drafter)["n-grams"]
 
 
 def test_a_table_of_another_vocabulary_does_not_fit(tmp_path, target):
     build_table([[90, 91, 92, 93] * 5], tmp_path / loading.TABLE)
     report = inspect(str(tmp_path), target=target)
-    assert report.misfits == ["the n-gram table holds token id 93, and the target has 48 tokens"]
+    assert report.incompatibilities == ["the n-gram table holds token id 93, and the target has 48 tokens"]
 
 
 def test_a_draft_model_is_checked_by_its_vocabulary(tmp_path, target):
     other = str(talker.save(tmp_path / "other"))
-    assert inspect(target, drafter=f"draft:{target}").misfits == []
-    (reason,) = inspect(target, drafter=f"draft:{other}").misfits
+    assert inspect(target, drafter=f"draft:{target}").incompatibilities == []
+    (reason,) = inspect(target, drafter=f"draft:{other}").incompatibilities
     assert "260 tokens and the target 48" in reason
 
 
 def test_lookup_fits_every_target_with_trees(target):
-    assert inspect(target, drafter="lookup").misfits == []
+    assert inspect(target, drafter="lookup").incompatibilities == []
 
 
 def test_a_recurrent_target_takes_no_drafter(tmp_path):
@@ -112,7 +112,7 @@ def test_a_recurrent_target_takes_no_drafter(tmp_path):
     hf.MambaForCausalLM(config).save_pretrained(tmp_path)
     report = inspect(str(tmp_path))
     assert "decoded autoregressively" in facts(report.target)["draft trees"]
-    assert any("cannot be verified" in reason for reason in inspect(str(tmp_path), drafter="lookup").misfits)
+    assert any("cannot be verified" in reason for reason in inspect(str(tmp_path), drafter="lookup").incompatibilities)
 
 
 def test_names_are_told_apart(tmp_path, target, network):

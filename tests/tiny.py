@@ -149,14 +149,14 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
 
 def domino(target_model: Any, coupling: tuple[float, float] = (0.0, 1.0)) -> Any:
     """A Domino drafter of random weights, whose head turns the marginals' order over."""
-    from ddtree.drafters.dflash import heads as heads
     from ddtree.drafters.dflash.backbone import Backbone
     from ddtree.drafters.dflash.domino import Domino
+    from ddtree.drafters.dflash.heads import DominoHead
     from ddtree.model.target import Target
 
     backbone = Backbone(network(target_model), Target(target_model))
     torch.manual_seed(2)
-    head = heads.Domino(32, backbone.size, gru_hidden=12, rank=8)
+    head = DominoHead(32, backbone.size, gru_hidden=12, rank=8)
     torch.nn.init.normal_(head.outer)
     return Domino(backbone, head, coupling=coupling)
 

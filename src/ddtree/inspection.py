@@ -1,13 +1,13 @@
-"""What a checkpoint is, and whether a drafter fits a target, told without loading the target's weights."""
+"""Inspection: describes checkpoints, and checks whether a drafter fits a target, without loading their weights."""
 
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ddtree.drafters import loading
 from ddtree.drafters.dflash import checkpoint
 from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
-from ddtree.drafters.dflash.files import is_head, read_head
-from ddtree.drafters.dflash.files import misfits as head_misfits
+from ddtree.drafters.dflash.head_checkpoint import is_head, read_head
+from ddtree.drafters.dflash.head_checkpoint import misfits as head_misfits
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.draft_model import check_vocabulary
 from ddtree.drafters.ngram_table import NgramTable
@@ -28,18 +28,33 @@ from ddtree.model import pretrained
 from ddtree.model.compat import places_in_model
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.target import Target, eos_ids, why_no_tree
+from ddtree.sampling.noise import PLAIN
+from ddtree.validation import first_line
 
 Facts = list[tuple[str, str]]
+"""Lines to show: label and value."""
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
+
+# What safetensors and torch raise for a file that is cut short or altered.
+_DAMAGE = (SafetensorError, OSError, RuntimeError, EOFError, ValueError, AttributeError, UnpicklingError)
+_AGAIN = "download the checkpoint again"
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 @dataclass
 class TargetFacts:
-    """A target as far as its files without the weights tell; what a drafter is checked against.
+    """A target as its files without the weights describe it; a drafter is checked against it.
 
     Attributes:
         name: as given.
         no_tree: why draft trees cannot be verified on it; None when they can.
-        facts: (label, value) lines to show.
+        facts: lines to show.
     """
 
     name: str
@@ -55,14 +70,14 @@ class TargetFacts:
 
 @dataclass
 class DrafterFacts:
-    """A drafter's parts, read and found sound in themselves.
+    """A drafter's parts, read and checked by themselves.
 
     Attributes:
         name: as given.
+        facts: lines to show.
         network: of a DFlash checkpoint.
         table: n-grams.
         draft_model: of "draft:NAME".
-        facts: (label, value) lines to show.
     """
 
     name: str
@@ -73,12 +88,16 @@ class DrafterFacts:
 
 
 @dataclass
-class Report:
-    """What was found. `misfits` is None where there is no pair; an empty list is a pair that fits."""
+class InspectionReport:
+    """A target, a drafter, or both, with the verdict on the pair.
+
+    Attributes:
+        incompatibilities: why the pair does not fit; empty for a pair that fits, None where there is no pair.
+    """
 
     target: TargetFacts | None = None
     drafter: DrafterFacts | None = None
-    misfits: list[str] | None = None
+    incompatibilities: list[str] | None = None
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -86,15 +105,15 @@ class Report:
             if part is not None:
                 lines.append(f"{title} {part.name}")
                 lines += [f"  {label:<12} {value}" for label, value in part.facts]
-        if self.misfits is not None and self.target is not None and self.drafter is not None:
-            pair = f"{self.drafter.name} {{}} {self.target.name}"
-            lines.append(pair.format("does not fit" if self.misfits else "fits"))
-            lines += [f"  - {reason}" for reason in self.misfits]
+        if self.incompatibilities is not None and self.target is not None and self.drafter is not None:
+            verdict = "does not fit" if self.incompatibilities else "fits"
+            lines.append(f"{self.drafter.name} {verdict} {self.target.name}")
+            lines += [f"  - {reason}" for reason in self.incompatibilities]
         return "\n".join(lines)
 
 
-def inspect(name: str, *, target: str | None = None, drafter: str | None = None) -> Report:
-    """Look at a checkpoint, or at a pair when the other half is named.
+def inspect(name: str, *, target: str | None = None, drafter: str | None = None) -> InspectionReport:
+    """Describe a checkpoint, or a pair when the other half is named.
 
     Args:
         name: a target ("demo", folder, hub id) or a drafter (folder, hub id, "draft:NAME", "lookup"). "demo" is the
@@ -110,23 +129,18 @@ def inspect(name: str, *, target: str | None = None, drafter: str | None = None)
     if target is not None and drafter is not None:
         raise ConfigError("name one half and the other: a target and its drafter, not three")
     if target is not None or (drafter is None and is_drafter(name)):
-        target, drafter = target, name
+        drafter = name
     else:
-        target, drafter = name, drafter
+        target = name
     if target is not None and is_drafter(target):
         raise ConfigError(f"{target} is a drafter: name the target it is for")
-    report = Report()
-    if target is not None:
-        report.target = read_target(target)
-    if drafter is not None:
-        report.drafter = read_drafter(drafter)
-    if report.target is not None and report.drafter is not None:
-        report.misfits = _misfits(report.target, report.drafter)
-    return report
+    one = None if target is None else read_target(target)
+    other = None if drafter is None else read_drafter(drafter)
+    return InspectionReport(one, other, _incompatibilities(one, other) if one and other else None)
 
 
 def is_drafter(name: str) -> bool:
-    """Whether a name stands for a drafter rather than a target."""
+    """Return whether a name is that of a drafter rather than a target."""
     if name == DEMO:
         return False
     if name == "lookup" or name.startswith((loading.DRAFT_MODEL, f"{DEMO}/")):
@@ -137,9 +151,7 @@ def is_drafter(name: str) -> bool:
     network, table = loading.contents(folder)
     if network is None:
         return table is not None
-    if is_head(network):
-        return True
-    if network != folder or table is not None:
+    if is_head(network) or network != folder or table is not None:
         return True
     raw = checkpoint.read_json(folder / "config.json")
     kinds = [str(kind) for kind in raw.get("architectures") or []]
@@ -148,7 +160,7 @@ def is_drafter(name: str) -> bool:
 
 
 def read_target(name: str) -> TargetFacts:
-    """The facts of a target. Raises the errors of `ddtree.pretrained.read_config`, and CheckpointError for weights."""
+    """Describe a target. Raises the errors of `read_config`, and CheckpointError for a bad model or weights."""
     config = pretrained.read_config(name)
     tokenizer = pretrained.read_tokenizer(name)
     place = pretrained.locate(name)
@@ -156,47 +168,43 @@ def read_target(name: str) -> TargetFacts:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, RuntimeError, ImportError, AttributeError) as error:
-        raise CheckpointError(
-            f"the model of {name} cannot be built ({pretrained.first_line(error)})"
-        ) from error
+        raise CheckpointError(f"the model of {name} cannot be built ({first_line(error)})") from error
     try:
         model.generation_config = GenerationConfig.from_pretrained(place)
     except (OSError, ValueError):
         model.generation_config = GenerationConfig.from_model_config(config)
     text = config.get_text_config()
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
     layers = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in kinds.items())
-    reason = why_no_tree(model)
-    embed = model.get_input_embeddings()
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    facts = [
-        (
-            "model",
-            f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters",
-        ),
+    template = "with" if getattr(tokenizer, "chat_template", None) else "no"
+    words = "" if tokenizer is None else f"{len(tokenizer)} tokens, {template} chat template"
+    reason = why_no_tree(model)
+    facts = [("folder", place)] if Path(place).is_dir() and place != name else []
+    facts += [
+        ("model", f"{type(model).__name__}, {size:,.1f} M parameters"),
         ("layers", f"{layers}; hidden size {text.hidden_size}, vocabulary {vocabulary}"),
         ("context", f"{getattr(text, 'max_position_embeddings', None) or 'unlimited'} tokens"),
         ("weights", _weights(name, place, config, model)),
-        ("tokenizer", _tokenizer(tokenizer)),
+        ("tokenizer", words or "none: prompts are token ids"),
         ("draft trees", f"no: {reason}; decoded autoregressively" if reason else "can be verified"),
     ]
-    if Path(place).is_dir() and place != name:
-        facts.insert(0, ("folder", place))
     return TargetFacts(
-        name,
-        vocabulary,
-        text.hidden_size,
-        text.num_hidden_layers,
-        eos_ids(model, tokenizer),
-        embed,
-        tokenizer,
-        reason,
-        facts,
+        name=name,
+        vocab_size=vocabulary,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        eos_ids=eos_ids(model, tokenizer),
+        embed=model.get_input_embeddings(),
+        tokenizer=tokenizer,
+        no_tree=reason,
+        facts=facts,
     )
 
 
 def read_drafter(name: str) -> DrafterFacts:
-    """The facts of a drafter. Raises CheckpointError."""
+    """Describe a drafter. Raises CheckpointError."""
     if name == "lookup":
         return DrafterFacts(name, [("kind", "prompt lookup: n-grams of the text so far, no model")])
     if name.startswith(loading.DRAFT_MODEL):
@@ -207,21 +215,21 @@ def read_drafter(name: str) -> DrafterFacts:
     if network is not None and is_head(network):
         head, backbone, coupling = read_head(network)
         found.network = checkpoint.read(backbone, heads=True)
-        found.facts += [*_network(found.network)[:-1], _head(head), ("noise", _coupling(coupling))]
-        misfits = head_misfits(head, *loading.sizes(found.network))
-        if misfits:
-            raise CheckpointError(f"{name} does not fit its backbone {backbone}: {'; '.join(misfits)}")
+        reasons = head_misfits(head, *loading.sizes(found.network))
+        if reasons:
+            raise CheckpointError(f"{name} does not fit its backbone {backbone}: {'; '.join(reasons)}")
+        found.facts += [*_network(found.network), _head(head), ("noise", _coupling(coupling))]
     elif network is not None:
         loading.refuse_language_model(name, network)
         found.network = checkpoint.read(network, heads=True)
-        found.facts += _network(found.network)
+        found.facts += [*_network(found.network), ("noise", _coupling(found.network.layout.coupling))]
         if found.network.correction is not None:
             found.facts.append(_head(found.network.correction))
     if table is not None:
         found.table = NgramTable.load(table)
+        grams = f"{found.table.contexts} contexts of up to {found.table.max_order} tokens"
         size = table.stat().st_size / 1e6
-        grams = f"{found.table.contexts} contexts of up to {found.table.max_order} tokens, {size:.1f} MB"
-        found.facts.append(("n-grams", f"{grams}; {_coupling(found.table.coupling)}"))
+        found.facts.append(("n-grams", f"{grams}, {size:.1f} MB; {_coupling(found.table.coupling)}"))
     if not found.facts:
         raise CheckpointError(
             f"{name} holds no drafter (no config.json, no {loading.TABLE}): name a drafter's folder"
@@ -230,23 +238,19 @@ def read_drafter(name: str) -> DrafterFacts:
 
 
 def _network(found: DFlashCheckpoint) -> Facts:
-    config, layout = found.config, found.layout
-    words = f"all {config.vocab_size} tokens"
-    if found.draft_ids is not None:
-        words = f"{len(found.draft_ids)} of {config.vocab_size} tokens"
-    parts = [
-        part for part, tensor in (("head", found.head), ("embedding", found.embedding)) if tensor is not None
-    ]
+    config = found.config
+    words = "all" if found.draft_ids is None else f"{len(found.draft_ids)} of"
+    own = [part for part in ("head", "embedding") if getattr(found, part) is not None]
+    source = f"{' and '.join(own)} of its own" if own else "head of the target"
     layers = ", ".join(map(str, config.target_layer_ids))
+    of = config.num_target_layers or "an unknown number"
     return [
-        ("kind", f"DFlash, {layout.name}'s layout"),
+        ("kind", f"DFlash, {found.layout.name}'s layout"),
         ("network", f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}"),
         ("block", f"{config.block_size} slots, drafts up to {config.depth} tokens ahead"),
-        ("features", f"outputs of target layers {layers} of {config.num_target_layers or 'an unknown number'}"),
-        ("vocabulary", f"{words}; mask token {config.mask_token_id}; {' and '.join(parts) or 'head'} of "
-         f"{'its own' if parts else 'the target'}"),
-        ("noise", _coupling(layout.coupling)),
-    ]  # fmt: skip
+        ("features", f"outputs of target layers {layers} of {of}"),
+        ("vocabulary", f"{words} {config.vocab_size} tokens; mask token {config.mask_token_id}; {source}"),
+    ]
 
 
 def _head(head: Head) -> tuple[str, str]:
@@ -257,17 +261,17 @@ def _head(head: Head) -> tuple[str, str]:
 
 def _coupling(fitted: tuple[float, float]) -> str:
     beta, kappa = fitted
-    return "coupling not fitted" if fitted == (0.0, 1.0) else f"coupling beta {beta:g}, kappa {kappa:g}"
+    return "coupling not fitted" if fitted == PLAIN else f"coupling beta {beta:g}, kappa {kappa:g}"
 
 
-def _misfits(target: TargetFacts, drafter: DrafterFacts) -> list[str]:
+def _incompatibilities(target: TargetFacts, drafter: DrafterFacts) -> list[str]:
     found = [f"{target.no_tree}: draft trees cannot be verified on the target"] if target.no_tree else []
     if drafter.network is not None:
         found += checkpoint.misfits(drafter.network, target)
     if drafter.table is not None and drafter.table.vocab_size > target.vocab_size:
+        largest = drafter.table.vocab_size - 1
         found.append(
-            f"the n-gram table holds token id {drafter.table.vocab_size - 1}, and the target has "
-            f"{target.vocab_size} tokens"
+            f"the n-gram table holds token id {largest}, and the target has {target.vocab_size} tokens"
         )
     if drafter.draft_model is not None:
         if drafter.draft_model.no_tree:
@@ -284,38 +288,17 @@ def _weights(name: str, place: str, config: Any, model: Any) -> str:
     folder = Path(place)
     if not folder.is_dir():
         return f"{dtype}, not looked at on the hub"
-    files = weight_files(name, folder)
-    found = {key: shape for file in files for key, shape in read_shapes(file).items()}
+    files = _weight_files(name, folder)
+    found = {key: shape for file in files for key, shape in _read_shapes(file).items()}
     # Quantized tensors have names and shapes of their quantizer's.
     if getattr(config, "quantization_config", None) is None:
-        check_weights(name, model, found)
+        _check_weights(name, model, found)
     return f"{dtype}, {sum(file.stat().st_size for file in files) / 1e6:,.1f} MB"
 
 
-def _tokenizer(tokenizer: Any) -> str:
-    if tokenizer is None:
-        return "none: prompts are token ids"
-    template = "with" if getattr(tokenizer, "chat_template", None) else "no"
-    return f"{len(tokenizer)} tokens, {template} chat template"
-
-
-Shapes = dict[str, tuple[int, ...]]
-_AGAIN = "download the checkpoint again"
-_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-
-
-def weight_files(name: str, folder: Path) -> list[Path]:
-    """The files that transformers would load.
-
-    Raises:
-        CheckpointError: there are none, or the index names one that is not there.
-    """
-    first = next((folder / file for file in _FILES if (folder / file).exists()), None)
+def _weight_files(name: str, folder: Path) -> list[Path]:
+    """Return the files that transformers would load. Raises CheckpointError when one is missing."""
+    first = next((folder / file for file in _WEIGHT_FILES if (folder / file).exists()), None)
     if first is None:
         raise CheckpointError(f"{name} has no weights (model.safetensors): {_AGAIN}")
     if first.suffix != ".json":
@@ -330,32 +313,23 @@ def weight_files(name: str, folder: Path) -> list[Path]:
     return files
 
 
-def read_shapes(file: Path) -> Shapes:
-    """Names and shapes of a file's tensors, without their values. Raises CheckpointError for a damaged file."""
+def _read_shapes(file: Path) -> Shapes:
+    """Return names and shapes of a file's tensors, without values. Raises CheckpointError for a damaged file."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
                 return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         found = torch.load(file, map_location="meta", weights_only=True)
         return {name: tuple(tensor.shape) for name, tensor in found.items()}
-    except (
-        SafetensorError,
-        OSError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        AttributeError,
-        pickle.UnpicklingError,
-    ) as error:
-        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CheckpointError(f"{file} is damaged ({line}): {_AGAIN}") from error
+    except _DAMAGE as error:
+        raise CheckpointError(f"{file} is damaged ({first_line(error)}): {_AGAIN}") from error
 
 
-def check_weights(name: str, model: Any, found: Shapes) -> None:
-    """Compare tensors with those that a model without values needs.
+def _check_weights(name: str, model: Any, found: Shapes) -> None:
+    """Compare the shapes in a checkpoint with those that a model without values needs.
 
     Raises:
-        CheckpointError: some are missing or have another shape; the message names the first of them.
+        CheckpointError: tensors are missing or have another shape; the message names the first of them.
     """
     needed = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     places_of = places_in_model(model)
@@ -363,13 +337,12 @@ def check_weights(name: str, model: Any, found: Shapes) -> None:
     for key, shape in found.items():
         places, whole = places_of(key)
         there |= places
-        for place in places & needed.keys():
-            # What is cut or joined on the way has a shape of its own in the file.
-            if whole and needed[place] != shape:
-                wanted = list(needed[place])
-                raise CheckpointError(
-                    f"{name} is damaged: {key} has shape {list(shape)}, and by config.json {wanted}: {_AGAIN}"
-                )
+        # What is cut or joined on the way has a shape of its own in the file.
+        other = next((needed[place] for place in places if whole and needed.get(place, shape) != shape), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{name} is damaged: {key} has shape {list(shape)}, and by config.json {list(other)}: {_AGAIN}"
+            )
     missing = _without_ties(model, needed.keys() - there, there)
     if missing:
         raise CheckpointError(
@@ -378,10 +351,10 @@ def check_weights(name: str, model: Any, found: Shapes) -> None:
 
 
 def _without_ties(model: Any, missing: set[str], there: set[str]) -> list[str]:
-    """The missing names that are no other name of a tensor which is there, and that the model does not do without."""
-    spared = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    """Return the missing names that are neither tied to a tensor that is there nor optional."""
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     same: dict[int, set[str]] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         same.setdefault(id(parameter), set()).add(key)
     tied = {key for keys in same.values() if keys & there for key in keys}
-    return sorted(key for key in missing - tied if not any(re.search(pattern, key) for pattern in spared))
+    return sorted(key for key in missing - tied if not any(re.search(pattern, key) for pattern in optional))

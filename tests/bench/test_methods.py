@@ -1,32 +1,34 @@
-"""Cells: how a way of decoding is written."""
+"""Names of methods: what they mean, and what is refused."""
 
 import pytest
 
-from ddtree.bench import methods as cells
-from ddtree.bench.methods import Cell
+from ddtree.bench.methods import MethodSpec, default_methods, parse_method, parse_methods
 from ddtree.errors import ConfigError
 
 MEMBERS = ("dflash", "lookup")
 
 
 @pytest.mark.parametrize(
-    ("text", "cell"),
+    ("text", "spec"),
     [
-        ("off", Cell("off", "off", 0)),
-        ("chain", Cell("chain", "chain", 16)),
-        ("tree:16", Cell("tree:16", "tree", 16)),
-        ("tree:auto", Cell("tree:auto", "tree", "auto")),
-        ("auto", Cell("auto", "auto", "auto")),
-        ("chain@dflash", Cell("chain@dflash", "chain", 16, ("dflash",))),
-        ("tree:auto@dflash+lookup", Cell("tree:auto@dflash+lookup", "tree", "auto", ("dflash", "lookup"))),
-        ("auto@lookup", Cell("auto@lookup", "auto", "auto", ("lookup",))),
-        ("tree:8+uncoupled", Cell("tree:8+uncoupled", "tree", 8, None, False)),
-        ("chain@lookup+uncoupled", Cell("chain@lookup+uncoupled", "chain", 16, ("lookup",), False)),
+        ("off", MethodSpec("off", "off", 0)),
+        ("chain", MethodSpec("chain", "chain", 16)),
+        ("tree:16", MethodSpec("tree:16", "tree", 16)),
+        ("tree:auto", MethodSpec("tree:auto", "tree", "auto")),
+        ("auto", MethodSpec("auto", "auto", "auto")),
+        ("chain@dflash", MethodSpec("chain@dflash", "chain", 16, ("dflash",))),
+        (
+            "tree:auto@dflash+lookup",
+            MethodSpec("tree:auto@dflash+lookup", "tree", "auto", ("dflash", "lookup")),
+        ),
+        ("auto@lookup", MethodSpec("auto@lookup", "auto", "auto", ("lookup",))),
+        ("tree:8+uncoupled", MethodSpec("tree:8+uncoupled", "tree", 8, None, False)),
+        ("chain@lookup+uncoupled", MethodSpec("chain@lookup+uncoupled", "chain", 16, ("lookup",), False)),
     ],
 )
-def test_names_are_read(text, cell):
-    assert cells.parse(text, MEMBERS) == cell
-    assert cell.adaptive == ("auto" in text)
+def test_names_are_read(text, spec):
+    assert parse_method(text, MEMBERS) == spec
+    assert spec.adaptive == ("auto" in text)
 
 
 @pytest.mark.parametrize(
@@ -51,17 +53,17 @@ def test_names_are_read(text, cell):
 )
 def test_names_that_cannot_be_read_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
-        cells.parse(text, MEMBERS)
+        parse_method(text, MEMBERS)
 
 
 def test_a_pair_without_a_drafter_has_plain_decoding_only():
     with pytest.raises(ConfigError, match="cell 'chain' needs a drafter"):
-        cells.parse("chain", ())
-    assert cells.usual([16], drafting=False) == ["off"]
-    assert cells.parse("off", ()).method == "off"
+        parse_method("chain", ())
+    assert default_methods([16], drafting=False) == ["off"]
+    assert parse_method("off", ()).method == "off"
 
 
 def test_off_comes_first_and_no_cell_twice():
-    found = cells.parse_all(["auto", "chain", "off", "auto"], MEMBERS)
-    assert [cell.name for cell in found] == ["off", "auto", "chain"]
-    assert cells.usual([8, "auto"]) == ["off", "chain", "tree:8", "tree:auto", "auto"]
+    found = parse_methods(["auto", "chain", "off", "auto"], MEMBERS)
+    assert [spec.name for spec in found] == ["off", "auto", "chain"]
+    assert default_methods([8, "auto"]) == ["off", "chain", "tree:8", "tree:auto", "auto"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from ddtree.bench import near_ties as flips
+from ddtree.bench import near_ties
 from ddtree.bench.near_ties import first_flip
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
@@ -75,6 +75,6 @@ def test_a_choice_that_one_shape_of_the_forward_finds_a_near_tie_is_one(target: 
     for name, gap in shapes.items():
         logits = torch.zeros(3, target.vocab_size)
         logits[:, 5], logits[:, 7] = 3.0 + gap, 3.0
-        monkeypatch.setattr(flips, name, lambda *_, logits=logits: logits)
-    flip = flips.first_flip(target, [1, 2, 3, 4], [5], [7])
+        monkeypatch.setattr(near_ties, name, lambda *_, logits=logits: logits)
+    flip = first_flip(target, [1, 2, 3, 4], [5], [7])
     assert flip is not None and flip.gap == pytest.approx(0.17, abs=1e-5)

@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from ddtree.bench import prompt_sets as hub
-from ddtree.bench import prompt_sets as prompts
+from ddtree.bench import prompt_sets
 from ddtree.errors import ConfigError
 
 TASKS = {"chat", "code", "maths", "translation", "summary", "retrieval"}
@@ -22,7 +21,7 @@ def one(name, task="chat", turns=("hello",)):
 
 
 def test_the_set_that_ships_has_forty_prompts_of_six_tasks():
-    found = prompts.read(["small"])
+    found = prompt_sets.read(["small"])
     counts = Counter(prompt.task for prompt in found)
     assert len(found) == 40 and set(counts) == TASKS
     assert all(5 <= count <= 8 for count in counts.values())
@@ -30,7 +29,7 @@ def test_the_set_that_ships_has_forty_prompts_of_six_tasks():
 
 
 def test_prompts_are_taken_from_the_tasks_in_turn():
-    found = prompts.read(["small"], per_task=2, limit=9)
+    found = prompt_sets.read(["small"], per_task=2, limit=9)
     assert [prompt.task for prompt in found[:6]] == [prompt.task for prompt in found[6:]] + [
         prompt.task for prompt in found[3:6]
     ]
@@ -39,9 +38,9 @@ def test_prompts_are_taken_from_the_tasks_in_turn():
 
 def test_a_file_of_json_lines_is_a_set(tmp_path):
     path = write(tmp_path / "own.jsonl", one("a", turns=("é", "then")), "", {**one(7), "more": 1})
-    assert prompts.read([path]) == [
-        prompts.BenchPrompt("a", "chat", ("é", "then")),
-        prompts.BenchPrompt("7", "chat", ("hello",)),
+    assert prompt_sets.read([path]) == [
+        prompt_sets.BenchPrompt("a", "chat", ("é", "then")),
+        prompt_sets.BenchPrompt("7", "chat", ("hello",)),
     ]
 
 
@@ -49,13 +48,13 @@ def test_a_file_of_json_lines_is_a_set(tmp_path):
 def test_line_ends_of_unicode_inside_a_text_do_not_end_its_line(tmp_path, end):
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps(one("a", turns=(f"one{end}two",)), ensure_ascii=False), encoding="utf-8")
-    assert prompts.read([str(path)])[0].turns == (f"one{end}two",)
+    assert prompt_sets.read([str(path)])[0].turns == (f"one{end}two",)
 
 
 def test_a_byte_order_mark_is_passed_over(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps(one("a")), encoding="utf-8-sig")
-    assert prompts.read([str(path)]) == [prompts.BenchPrompt("a", "chat", ("hello",))]
+    assert prompt_sets.read([str(path)]) == [prompt_sets.BenchPrompt("a", "chat", ("hello",))]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,7 @@ def test_a_byte_order_mark_is_passed_over(tmp_path):
 def test_a_malformed_line_is_named_by_its_number(tmp_path, line, message):
     path = write(tmp_path / "own.jsonl", one("a"), line)
     with pytest.raises(ConfigError, match=message):
-        prompts.read([path])
+        prompt_sets.read([path])
 
 
 def test_what_cannot_be_read_or_holds_nothing_is_named(tmp_path):
@@ -90,16 +89,16 @@ def test_what_cannot_be_read_or_holds_nothing_is_named(tmp_path):
         (write(tmp_path / "empty.jsonl"), "holds no prompt"),
     ):
         with pytest.raises(ConfigError, match=message):
-            prompts.read([name])
+            prompt_sets.read([name])
     for counts in ({"per_task": 0}, {"limit": 0}):
         with pytest.raises(ConfigError, match="selects no prompt"):
-            prompts.read(["small"], **counts)
+            prompt_sets.read(["small"], **counts)
 
 
 def test_the_digest_tells_sets_and_orders_apart():
-    found = prompts.read(["small"], per_task=1)
-    assert prompts.digest(found) == prompts.digest(list(found))
-    assert prompts.digest(found) != prompts.digest(found[::-1]) != prompts.digest(found[:-1])
+    found = prompt_sets.read(["small"], per_task=1)
+    assert prompt_sets.digest(found) == prompt_sets.digest(list(found))
+    assert prompt_sets.digest(found) != prompt_sets.digest(found[::-1]) != prompt_sets.digest(found[:-1])
 
 
 def test_hub_sets_become_prompts_of_their_task(monkeypatch):
@@ -111,27 +110,27 @@ def test_hub_sets_become_prompts_of_their_task(monkeypatch):
             {"instruction": "Sing.", "input": ""},
         ],
     }
-    monkeypatch.setattr(hub, "_load", lambda part: rows[part.source])
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: True)
-    found = {prompt.id: prompt for prompt in prompts.read(["gsm8k", "mtbench", "alpaca"])}
+    monkeypatch.setattr(prompt_sets, "_load", lambda part: rows[part.source])
+    monkeypatch.setattr(prompt_sets.importlib.util, "find_spec", lambda name: True)
+    found = {prompt.id: prompt for prompt in prompt_sets.read(["gsm8k", "mtbench", "alpaca"])}
     assert found["gsm8k-1"].turns[0].startswith("1+1?\n") and "\\boxed{}" in found["gsm8k-1"].turns[0]
     assert found["gsm8k-2"].turns[0].startswith("{}\n")
-    assert found["mtbench-1"] == prompts.BenchPrompt("mtbench-1", "mtbench", ("first", "second"))
+    assert found["mtbench-1"] == prompt_sets.BenchPrompt("mtbench-1", "mtbench", ("first", "second"))
     assert [found[f"alpaca-{n}"].turns for n in (1, 2)] == [("Sum up.\n\nText.",), ("Sing.",)]
-    assert len(prompts.read(["gsm8k"], per_task=1)) == 1
+    assert len(prompt_sets.read(["gsm8k"], per_task=1)) == 1
 
 
 def test_hub_sets_without_the_package_or_the_network_are_named(monkeypatch):
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(prompt_sets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package datasets: pip install 'ddtree\[bench\]'"):
-        prompts.read(["gsm8k"])
+        prompt_sets.read(["gsm8k"])
 
     def offline(part):
         raise ConnectionError("no\nroute")
 
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(hub, "_load", offline)
+    monkeypatch.setattr(prompt_sets.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(prompt_sets, "_load", offline)
     with pytest.raises(
         ConfigError, match=r"'mbpp' \(google-research-datasets/mbpp\) cannot be loaded \(no route\)"
     ):
-        prompts.read(["mbpp"])
+        prompt_sets.read(["mbpp"])

@@ -1,4 +1,4 @@
-"""The measuring: order, seeds, conversations, verdicts, and lanes on a real target."""
+"""The measuring: order, seeds, conversations, verdicts, and methods on a real target."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -8,11 +8,10 @@ import torch
 
 import benchfakes as fakes
 import tiny
-from ddtree.bench import methods as cells
-from ddtree.bench.methods import Answer, Baseline, Lane
+from ddtree.bench.methods import Baseline, EngineMethod, Measurement, parse_method
 from ddtree.bench.prompt_sets import BenchPrompt
-from ddtree.bench.results import Log, read
-from ddtree.bench.runner import judge
+from ddtree.bench.results import ResultsFile, read
+from ddtree.bench.runner import compare_outputs
 from ddtree.drafters.ngram import Lookup
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
@@ -25,13 +24,13 @@ GREEDY, SAMPLED = (SamplingParams(temperature=t, seed=3, max_tokens=24) for t in
 
 
 def run(path, made, plan=None, **settings):
-    with Log(path, fakes.header([way.name for way in made], **settings)) as log:
-        fakes.runner(log, made, plan).run()
+    with ResultsFile(path, fakes.header([each.name for each in made], **settings)) as results:
+        fakes.runner(results, made, plan).run()
     return read(path)
 
 
-def test_every_way_comes_first_as_often_as_any_other(tmp_path):
-    made = fakes.ways(*NAMES)
+def test_every_method_comes_first_as_often_as_any_other(tmp_path):
+    made = fakes.methods(*NAMES)
     run(tmp_path / "raw.jsonl", made)
     order = made[0].order[2 * len(NAMES) :]  # after the warm-up
     rounds = [tuple(order[start : start + 4]) for start in range(0, len(order), 4)]
@@ -42,8 +41,8 @@ def test_every_way_comes_first_as_often_as_any_other(tmp_path):
     assert any(one.index("off") > one.index("auto") for one in rounds)
 
 
-def test_all_ways_and_turns_have_the_same_seed_and_prompt(tmp_path):
-    made = fakes.ways(*NAMES)
+def test_all_methods_and_turns_have_the_same_seed_and_prompt(tmp_path):
+    made = fakes.methods(*NAMES)
     raw = run(tmp_path / "raw.jsonl", made, fakes.plan(turns=2), turns=2)
     seeds = {}
     for record in raw.runs:
@@ -51,52 +50,52 @@ def test_all_ways_and_turns_have_the_same_seed_and_prompt(tmp_path):
     assert all(len(found) == 1 for found in seeds.values()) and len({*map(tuple, seeds.values())}) == len(
         seeds
     )
-    first, *others = ([(prompt, params.seed) for prompt, params in way.asked] for way in made)
+    first, *others = ([(prompt, params.seed) for prompt, params in each.asked] for each in made)
     assert all(sorted(other) == sorted(first) for other in others)
     assert Counter(record["turn"] for record in raw.runs) == {0: 48, 1: 48}
 
 
 def test_a_seed_does_not_depend_on_the_prompts_beside_it(tmp_path):
-    every = run(tmp_path / "every.jsonl", fakes.ways("off"))
-    some = run(tmp_path / "some.jsonl", fakes.ways("off"), fakes.plan(fakes.prompts()[-1:]))
-    other = run(tmp_path / "other.jsonl", fakes.ways("off"), fakes.plan(fakes.prompts()[-1:], seed=5))
+    every = run(tmp_path / "every.jsonl", fakes.methods("off"))
+    some = run(tmp_path / "some.jsonl", fakes.methods("off"), fakes.plan(fakes.prompts()[-1:]))
+    other = run(tmp_path / "other.jsonl", fakes.methods("off"), fakes.plan(fakes.prompts()[-1:], seed=5))
     seed = {record["seed"] for record in every.runs if record["id"] == "code-3"}
     assert {record["seed"] for record in some.runs} == seed
     assert {record["seed"] - 5 for record in other.runs} == seed
 
 
 def test_conversations_go_on_from_the_plain_answer(tmp_path):
-    made = fakes.ways("off", "chain")
+    made = fakes.methods("off", "chain")
     made[1].tokens = (7, 7)
     talk = [BenchPrompt("talk", "chat", ("ab", "cd", "ef"))]
     raw = run(tmp_path / "raw.jsonl", made, fakes.plan(talk, temperatures=(0.0,)))
     answer = fakes.decode(list(fakes.TEXT))
     wanted = [list(text.encode()) for text in ("ab", f"ab{answer}cd", f"ab{answer}cd{answer}ef")]
-    for way in made:
-        assert [prompt for prompt, _ in way.asked[1:]] == wanted
+    for each in made:
+        assert [prompt for prompt, _ in each.asked[1:]] == wanted
     assert [(record["message"], record["messages"]) for record in raw.runs] == [
         (n, 3) for n in (0, 0, 1, 1, 2, 2)
     ]
     assert [record["verdict"]["kind"] for record in raw.runs] == ["equal", "different"] * 3
-    short = run(tmp_path / "short.jsonl", fakes.ways("off"), fakes.plan(talk, messages=2))
+    short = run(tmp_path / "short.jsonl", fakes.methods("off"), fakes.plan(talk, messages=2))
     assert {record["message"] for record in short.runs} == {0, 1}
     # The third message no longer fits with the answers before it.
-    cut = run(tmp_path / "cut.jsonl", fakes.ways("off"), fakes.plan(talk, max_context=26))
+    cut = run(tmp_path / "cut.jsonl", fakes.methods("off"), fakes.plan(talk, max_context=26))
     assert {(record["message"], record["messages"]) for record in cut.runs} == {(0, 2), (1, 2)}
 
 
-def test_what_the_ways_have_learnt_is_kept(tmp_path):
-    raw = run(tmp_path / "raw.jsonl", fakes.ways(*NAMES))
+def test_what_the_methods_have_learnt_is_kept(tmp_path):
+    raw = run(tmp_path / "raw.jsonl", fakes.methods(*NAMES))
     assert raw.policies == {"auto": {"arms": ["auto"]}}
     assert raw.latency["widths"] == [1, 2, 4, 8]
 
 
 def test_nothing_that_fits_and_no_plain_decoding_are_refused(tmp_path):
-    with Log(tmp_path / "raw.jsonl", fakes.header(NAMES)) as log:
+    with ResultsFile(tmp_path / "raw.jsonl", fakes.header(NAMES)) as results:
         with pytest.raises(ConfigError, match="no prompt leaves room for 8 tokens in the context of 8"):
-            fakes.runner(log, fakes.ways("off"), fakes.plan(max_context=8)).run()
+            fakes.runner(results, fakes.methods("off"), fakes.plan(max_context=8)).run()
         with pytest.raises(ConfigError, match="must be 'off'"):
-            fakes.runner(log, fakes.ways("chain"))
+            fakes.runner(results, fakes.methods("chain"))
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +108,10 @@ def merged():
     return tiny.drafter("merged", tiny.model("llama"), coupled=True)
 
 
-def lane(text, target, drafter):
+def method(text, target, drafter):
     names = [part.name for part in getattr(drafter, "drafters", [drafter])]
-    cell = cells.parse(text, names)
-    return Lane(cell, target, drafter, Policy(quick(target, drafter)) if cell.adaptive else None)
+    spec = parse_method(text, names)
+    return EngineMethod(spec, target, drafter, Policy(quick(target, drafter)) if spec.adaptive else None)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
@@ -122,55 +121,57 @@ def lane(text, target, drafter):
 )
 def test_every_cell_gives_the_text_of_plain_decoding(target, merged, text, params):
     prompt = tiny.prompt(9) * 2
-    plain = lane("off", target, merged).answer(prompt, params)
-    way = lane(text, target, merged)
+    plain = method("off", target, merged).answer(prompt, params)
+    way = method(text, target, merged)
     answer = way.answer(prompt, params)
     assert answer.tokens == plain.tokens and len(plain.tokens) == 24
-    assert judge(target, prompt, plain, answer, params) == {"kind": "equal"}
+    assert compare_outputs(target, prompt, plain, answer, params) == {"kind": "equal"}
     record = answer.as_dict()
     assert record["tokens"] == 24 and record["rounds"] <= 23 == plain.rounds and plain.as_dict()["tau"] == 1
     assert abs(record["total_s"] - record["ttft_s"] - record["decode_s"]) < 1e-5
     assert sum(record["accepted_depth"].values()) == record["rounds"]
     kinds = [one["kind"] for one in way.learnt()]
-    assert kinds == (["policy", "latency"] if way.cell.adaptive else [])
-    assert bool(record["arms"]) == way.cell.adaptive
+    assert kinds == (["policy", "latency"] if way.spec.adaptive else [])
+    assert bool(record["arms"]) == way.spec.adaptive
 
 
 def test_plain_decoding_carries_no_drafter_and_no_features(target, merged):
-    way = lane("off", target, merged)
+    way = method("off", target, merged)
     way.answer(tiny.prompt(5), GREEDY)
     assert way.drafter is None and target.feature_layers == ()
-    lane("tree:8", target, merged).answer(tiny.prompt(5), GREEDY)
+    method("tree:8", target, merged).answer(tiny.prompt(5), GREEDY)
     assert target.feature_layers == (0, 1)
 
 
 def test_members_are_the_parts_of_the_drafter_and_nothing_else(target, merged):
     dflash, lookup, _ = merged.drafters
-    assert lane("chain@lookup", target, merged).drafter is lookup
-    assert lane("tree:8@lookup+dflash", target, merged).drafter.drafters == [dflash, lookup]
-    assert lane("tree:8", target, merged).drafter is merged
+    assert method("chain@lookup", target, merged).drafter is lookup
+    assert method("tree:8@lookup+dflash", target, merged).drafter.drafters == [dflash, lookup]
+    assert method("tree:8", target, merged).drafter is merged
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_coupling_is_off_for_a_cell_and_on_again_afterwards(target, fails):
+def test_an_uncoupled_method_hides_the_noise_from_its_drafter(target):
     seen = []
 
     class Watched(Lookup):
         def draft(self, rows, clock):
-            seen.append(self.coupling)
-            if fails:
-                raise RuntimeError("broken")
+            seen.extend(row.noise for row in rows)
             return super().draft(rows, clock)
 
     drafter = Watched(vocab_size=target.vocab_size, coupling=(0.8, 1.2))
-    for text in ("tree:8+uncoupled", "tree:8"):
-        try:
-            lane(text, target, drafter).answer(tiny.prompt(5), SAMPLED)
-        except RuntimeError:
-            assert fails
-        assert set(seen) == {(0.0, 1.0) if "+" in text else (0.8, 1.2)}
-        assert drafter.coupling == (0.8, 1.2)
+    for text, hidden in (("tree:8+uncoupled", True), ("tree:8", False)):
+        method(text, target, drafter).answer(tiny.prompt(5), SAMPLED)
+        assert seen and all((noise is None) is hidden for noise in seen)
         seen.clear()
+
+
+def test_an_uncoupled_method_drafts_as_drafters_without_coupling_do(target, merged):
+    plain = tiny.drafter("merged", tiny.model("llama"), coupled=False)
+    prompt = tiny.prompt(9) * 2
+    hidden, never = (method(text, target, drafter).answer(prompt, SAMPLED).accepted
+                     for text, drafter in (("tree:8+uncoupled", merged), ("tree:8", plain)))  # fmt: skip
+    coupled = method("tree:8", target, merged).answer(prompt, SAMPLED).accepted
+    assert hidden == never != coupled
 
 
 @pytest.mark.parametrize("name", ["hf", "prompt-lookup", "assisted"])
@@ -178,12 +179,12 @@ def test_baselines_are_transformers_own_and_greedily_give_the_same_text(merged, 
     model = tiny.model("llama", eos_token_id=7)
     target = Target(model)
     own, prompt = model.generation_config, tiny.prompt(9) * 2
-    assert len(lane("tree:8@dflash", target, merged).answer(prompt, GREEDY).tokens) > 0
+    assert len(method("tree:8@dflash", target, merged).answer(prompt, GREEDY).tokens) > 0
     seen = []
     handle = model.register_forward_hook(
         lambda *_: seen.append((model.config._attn_implementation, target._hooks))
     )
-    plain = Lane(cells.parse("off"), target, None).answer(prompt, GREEDY)
+    plain = EngineMethod(parse_method("off"), target, None).answer(prompt, GREEDY)
     assert seen[-1][0] == "ddtree"
     seen.clear()
     baseline = Baseline(name, target, merged)
@@ -194,7 +195,7 @@ def test_baselines_are_transformers_own_and_greedily_give_the_same_text(merged, 
     assert 0 < answer.ttft < answer.total
     assert model.generation_config is own and baseline.learnt() == []
     assert answer.comparable and not sampled.comparable
-    assert judge(target, prompt, plain, sampled, SAMPLED) == {"kind": "unchecked"}
+    assert compare_outputs(target, prompt, plain, sampled, SAMPLED) == {"kind": "unchecked"}
     assert sampled.tokens == baseline.answer(prompt, SAMPLED).tokens
 
 
@@ -208,14 +209,14 @@ def test_unknown_baselines_and_a_missing_draft_model_are_named(target):
 
 
 def test_a_difference_in_float32_is_one_however_near_the_tie(target, monkeypatch):
-    answers = [Answer(tokens, 1.0, 0.1) for tokens in ([3, 4, 5], [3, 9, 5])]
+    answers = [Measurement(tokens, 1.0, 0.1) for tokens in ([3, 4, 5], [3, 9, 5])]
     flip = SimpleNamespace(near_tie=True, index=1, tokens=(4, 9), gap=0.01, noise=0.02)
     monkeypatch.setattr("ddtree.bench.runner.first_flip", lambda *_: flip)
-    found = judge(target, [1], *answers, GREEDY)
+    found = compare_outputs(target, [1], *answers, GREEDY)
     assert found == {"kind": "different", "at": 1, "tokens": [4, 9], "gap": 0.01, "noise": 0.02}
     half = SimpleNamespace(dtype=torch.bfloat16)
-    assert judge(half, [1], *answers, GREEDY)["kind"] == "near-tie"
+    assert compare_outputs(half, [1], *answers, GREEDY)["kind"] == "near-tie"
     flip.near_tie, flip.gap = False, float("inf")
-    assert judge(half, [1], *answers, GREEDY) | {"noise": 0} == {
+    assert compare_outputs(half, [1], *answers, GREEDY) | {"noise": 0} == {
         "kind": "different", "at": 1, "tokens": [4, 9], "gap": None, "noise": 0,
     }  # fmt: skip

@@ -1,34 +1,41 @@
 """Progress lines."""
 
 import io
-import time
 
 from ddtree.progress import ProgressLine
 
 
-def test_a_line_tells_share_speed_time_left_and_note(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_a_line_tells_label_share_unit_and_note():
     stream = io.StringIO()
-    line = ProgressLine("fit", 1000, "steps", stream, every=10)
-    line.update(200)  # taken up again at 200
-    now[0] += 20
+    line = ProgressLine("fit", 1000, "steps", stream)
+    line.update(200, "loss 2.0")
     line.update(400, "loss 1.5")
-    assert stream.getvalue().splitlines() == [
-        "fit: 200 of 1,000 steps (20%)",
-        "fit: 400 of 1,000 steps (40%), 10/s, 1 min left, loss 1.5",
-    ]
+    line.close()
+    last = stream.getvalue().splitlines()[-1]
+    assert last.startswith("fit:  40%")
+    assert " 400/1000 [" in last
+    assert " steps/s, loss 1.5]" in last
 
 
-def test_lines_come_no_more_often_than_asked_but_always_at_the_end(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_the_rate_leaves_out_what_an_earlier_run_did():
     stream = io.StringIO()
-    line = ProgressLine("x", 10, "steps", stream, every=100)
-    for done in range(11):
+    line = ProgressLine("fit", 1000, "steps", stream)
+    line.update(600)
+    line.close()
+    assert "600/1000 [00:00<?, ? steps/s" in stream.getvalue().splitlines()[-1]
+
+
+def test_a_file_gets_few_lines_however_many_updates():
+    stream = io.StringIO()
+    line = ProgressLine("x", 1000, "steps", stream)
+    for done in range(1001):
         line.update(done)
-        now[0] += 1
-    assert [text.split(",")[0] for text in stream.getvalue().splitlines()] == [
-        "x: 0 of 10 steps (0%)",
-        "x: 10 of 10 steps (100%)",
-    ]
+    line.close()
+    assert stream.getvalue().count("\r") <= 3
+    assert "1000/1000" in stream.getvalue()
+
+
+def test_a_line_that_was_never_updated_writes_nothing():
+    stream = io.StringIO()
+    ProgressLine("x", 10, "steps", stream).close()
+    assert stream.getvalue() == ""

@@ -186,24 +186,6 @@ def test_a_row_that_wants_a_chain_gets_the_first_passs(target):
         assert wellformed.paths(beside, 1) == wellformed.paths(alone)
 
 
-@pytest.mark.parametrize("trees", [True, False])
-def test_a_ragged_batch_drafts_as_its_rows_alone(target, trees):
-    rows = [
-        request(7, budget=30),
-        request(15, budget=64, depth=2),
-        request(4, budget=1, depth=1),
-        request(22, budget=3, chain=True),
-        request(9, budget=0),
-        request(11, depth=0),
-        request(13, budget=70, noise=Noise(3, tiny.VOCAB), temperature=0.7),
-    ]
-    options = {"branches": 3, "trees": trees, "coupling": (0.8, 1.1)}
-    together = draft(D2SD(backbone(target), **options), *rows)
-    for index, row in enumerate(rows):
-        alone = draft(D2SD(backbone(target), **options), row)
-        assert scored(together, index) == pytest.approx(scored(alone), abs=1e-4)
-
-
 def test_a_depth_of_one_is_the_first_pass_alone(target):
     row = request(9, depth=1)
     expected = draft(DFlash(backbone(target)), row)
@@ -255,14 +237,9 @@ def test_a_draft_vocabulary_is_translated_for_both_passes(target):
     assert scored(tree) == pytest.approx({k: v for k, v in expected.items() if v > -math.inf}, abs=1e-4)
 
 
-def test_drafting_twice_gives_the_same_tree(target):
-    drafter, row = D2SD(backbone(target)), request(9)
-    assert scored(draft(drafter, row)) == scored(draft(drafter, row))
-
-
 @pytest.mark.parametrize("branches", [0, 65, 1.5])
 def test_branches_out_of_range_are_named(target, branches):
-    with pytest.raises(ConfigError, match=r"branches=.* is outside 1\.\.64"):
+    with pytest.raises(ConfigError, match=r"branches must be (from 1 to 64|a whole number)"):
         D2SD(backbone(target), branches=branches)
 
 

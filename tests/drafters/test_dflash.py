@@ -245,56 +245,6 @@ def test_a_batch_of_ragged_rows_drafts_what_its_rows_draft_alone(target):
             same_tree(together.row(index), alone)
 
 
-def test_drafting_twice_changes_nothing(target):
-    """vllm#14649: nothing of a drafted block may stay in the context."""
-    net = network()
-    drafter, rows = started(net, target, [9, 5])
-    first, second = draft(drafter, rows), draft(drafter, rows)
-    same_tree(first, second)
-    assert drafter.backbone._cache.lengths == [9, 5]
-    known = features(12, 12)
-    drafter.observe(0, [4, 4, 4], known[:3])
-    fresh = DFlash(Backbone(net, target))
-    fresh.add_row()
-    fresh.observe(0, tiny.prompt(9, 9), features(9, 9))
-    fresh.observe(0, [4, 4, 4], known[:3])
-    row = dataclasses.replace(rows[0], tokens=[*rows[0].tokens[:-1], 4, 4, 4, 6])
-    same_tree(draft(drafter, [row, rows[1]]).row(0), draft(fresh, [row]))
-
-
-def test_features_in_any_chunks_give_the_same_draft(target):
-    net = network()
-    whole = draft(*started(net, target, [50]))
-    for chunk in (1, 4, 20, 49):
-        same_tree(draft(*started(net, target, [50], chunk)), whole)
-
-
-def test_a_dropped_row_leaves_nothing_behind(target):
-    """llama.cpp PR#22105: state of a request must not reach the next one."""
-    net = network()
-    drafter, _ = started(net, target, [30, 8, 12])
-    draft(drafter, [request(30), request(8), request(12)])
-    drafter.observe(0, [1, 1], features(2, 77))
-    drafter.drop_row(0)
-    same_tree(draft(drafter, [request(12), request(8)]).row(0), draft(*started(net, target, [12])))
-    drafter.add_row()
-    observe(drafter, 2, 20)
-    drafted = draft(drafter, [request(12), request(8), request(20)])
-    for index, length in enumerate((12, 8, 20)):
-        same_tree(drafted.row(index), draft(*started(net, target, [length])))
-
-
-def test_rows_with_chains_trees_and_nothing_to_draft_share_a_pass(target):
-    net = network()
-    drafter, _ = started(net, target, [9, 5, 20, 7])
-    rows = [request(9, chain=True), request(5), request(20, depth=0), request(7, budget=0)]
-    tree = draft(drafter, rows)
-    assert tree.sizes == [BLOCK, 13, 1, 1]
-    assert tree.parents[0, :BLOCK].tolist() == [0, 0, 1, 2, 3, 4]
-    same_tree(tree.row(1), draft(*started(net, target, [5])))
-    assert draft(drafter, [request(9, depth=0)] * 4).sizes == [1] * 4
-
-
 def test_a_budget_beyond_the_vocabulary_takes_every_token(target):
     drafter, rows = started(network(), target, [9])
     tree = draft(drafter, [dataclasses.replace(rows[0], budget=200, depth=1)])

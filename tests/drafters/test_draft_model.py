@@ -109,35 +109,6 @@ def test_a_chain_is_the_models_greedy_continuation():
     assert wellformed.paths(tree)[-1] == tuple(expected[20:])
 
 
-def test_a_budget_smaller_than_the_depth_cuts_a_chain():
-    tree = draft(drafter_for(LLAMA), row(tiny.prompt(20), budget=3, depth=9, chain=True))
-    assert tree.sizes == [4]
-
-
-def test_a_ragged_batch_drafts_as_its_rows_alone():
-    rows = [
-        row(tiny.prompt(40, 1), budget=30, depth=3),
-        row(tiny.prompt(1, 2), budget=8, depth=6),
-        row(tiny.prompt(12, 3), budget=16, depth=5, chain=True),
-        row(tiny.prompt(7, 4), budget=0),
-        row(tiny.prompt(23, 5), depth=0),
-        row(tiny.prompt(18, 6), budget=1, depth=1),
-    ]
-    drafter = drafter_for(LLAMA)
-    together = draft(drafter, *rows)
-    for index, one in enumerate(rows):
-        assert scored(together, index) == pytest.approx(scored(draft(drafter, one)), abs=1e-4)
-    assert together.sizes[3:5] == [1, 1]
-
-
-def test_the_tree_is_the_same_when_asked_again():
-    wanted = [row(tiny.prompt(25)), row(tiny.prompt(4))]
-    drafter = opened(drafter_for(LLAMA), *wanted)
-    first, second = (drafter.draft(wanted, Clock()) for _ in range(2))
-    for index in range(2):
-        assert scored(first, index) == pytest.approx(scored(second, index), abs=1e-5)
-
-
 def test_after_rounds_of_any_length_the_tree_is_that_of_the_whole_text():
     texts = [tiny.prompt(60, 1), tiny.prompt(60, 2)]
     lengths = [20, 4]
@@ -151,17 +122,6 @@ def test_after_rounds_of_any_length_the_tree_is_that_of_the_whole_text():
     wanted = [row(t[:n]) for t, n in zip(texts, lengths, strict=True)]
     tree = drafter.draft(wanted, Clock())
     for index, one in enumerate(wanted):
-        assert scored(tree, index) == pytest.approx(scored(draft(drafter_for(LLAMA), one)), abs=1e-4)
-
-
-def test_nothing_of_a_dropped_row_is_left_and_the_last_takes_its_place():
-    a, b, c, d = (row(tiny.prompt(n, n)) for n in (30, 11, 19, 6))
-    drafter = opened(drafter_for(LLAMA), a, b, c)
-    drafter.draft([a, b, c], Clock())
-    drafter.drop_row(0)
-    opened(drafter, d)
-    tree = drafter.draft([c, b, d], Clock())
-    for index, one in enumerate([c, b, d]):
         assert scored(tree, index) == pytest.approx(scored(draft(drafter_for(LLAMA), one)), abs=1e-4)
 
 
@@ -275,12 +235,6 @@ def test_under_the_noise_an_equal_draft_model_foresees_the_samples(temperature):
     assert tau((1.0, 1.0)) > 7 > 3 > tau((0.0, 1.0))
 
 
-def test_greedy_rows_are_not_coupled():
-    wanted = row(tiny.prompt(9))
-    coupled = scored(draft(drafter_for(LLAMA, coupling=(1.0, 1.0)), wanted))
-    assert coupled == scored(draft(drafter_for(LLAMA), wanted))
-
-
 class Words:
     """A tokenizer with nothing but a vocabulary."""
 
@@ -322,9 +276,9 @@ def test_paddings_and_further_tokens_do_no_harm():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"width": 0}, r"width=0 is outside 1\.\.32"),
-        ({"width": 33}, r"width=33 is outside 1\.\.32"),
-        ({"chunk": 0}, "chunk=0 must be at least 1"),
+        ({"width": 0}, "width must be from 1 to 32, not 0"),
+        ({"width": 33}, "width must be from 1 to 32, not 33"),
+        ({"chunk": 0}, "chunk must be at least 1, not 0"),
         ({"coupling": (math.nan, 1.0)}, "beta must be"),
         ({"coupling": (0.0, -1.0)}, "kappa must be"),
     ],

@@ -8,17 +8,14 @@ import torch
 
 import tiny
 import wellformed
-from ddtree.drafters import DraftRow
-from ddtree.drafters import mixed as continuity
+from ddtree.drafters import DraftRow, mixed
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
 from ddtree.drafters.mixed import Continuity
-from ddtree.drafters.ngram import Lookup
-from ddtree.drafters.ngram_table import Index, successors
+from ddtree.drafters.ngram import Lookup, TextIndex, backoff
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
-from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
 
 DEPTH, WEIGHT = 5, 0.75
@@ -26,7 +23,7 @@ DEPTH, WEIGHT = 5, 0.75
 
 @pytest.fixture(autouse=True)
 def the_whole_vocabulary_is_looked_at(monkeypatch):
-    monkeypatch.setattr(continuity, "_LEAST", tiny.VOCAB)
+    monkeypatch.setattr(mixed, "_LEAST", tiny.VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +79,13 @@ def conditional(tree):
 
 def oracle(row, likely, weight=WEIGHT, levels=DEPTH):
     """The best prefixes by complete search; `likely` gives a prefix's children under the network."""
-    index = Index(5)
+    index = TextIndex(5)
     index.extend(row.tokens)
     level, found = {(): 0.0}, {}
     for _ in range(levels):
         grown = {}
         for path, score in level.items():
-            seen, left = successors([*row.tokens, *path][-5:], index, None, 2.0)
+            seen, left = backoff([*row.tokens, *path][-5:], index, None, 2.0)
             known = likely(path)
             assert sum(seen.values()) == pytest.approx(1 - left)
             for token in {*seen, *known}:
@@ -155,8 +152,8 @@ def test_probabilities_of_siblings_do_not_exceed_one(target):
 def test_rows_may_name_the_parts_that_draft_for_them(target):
     row = request(2)
     network, lookup = draft(dflash(target), row), draft(Lookup(), row)
-    mixed = draft(Continuity(dflash(target), Lookup()), row)
-    assert len({tuple(scored(tree)) for tree in (network, lookup, mixed)}) == 3
+    both = draft(Continuity(dflash(target), Lookup()), row)
+    assert len({tuple(scored(tree)) for tree in (network, lookup, both)}) == 3
     rows = [
         replace(row, members=members) for members in (("dflash",), ("lookup",), ("dflash", "lookup"), None)
     ]
@@ -164,7 +161,7 @@ def test_rows_may_name_the_parts_that_draft_for_them(target):
         for asked in batch:
             tree = draft(Continuity(dflash(target), Lookup()), *asked)
             for index, own in enumerate(asked):
-                expected = {("dflash",): network, ("lookup",): lookup}.get(own.members, mixed)
+                expected = {("dflash",): network, ("lookup",): lookup}.get(own.members, both)
                 assert scored(tree, index) == pytest.approx(scored(expected), abs=1e-4)
 
 
@@ -195,30 +192,6 @@ def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
             assert scored(tree, index) == pytest.approx(scored(alone[name], index), abs=1e-5)
 
 
-@pytest.mark.parametrize("foreign", [False, True])
-def test_a_ragged_batch_drafts_as_its_rows_alone(target, foreign):
-    rows = [
-        request(1, length=20, budget=30),
-        request(2, budget=64, depth=2),
-        request(3, length=5, budget=1, depth=1),
-        request(4, budget=6, chain=True),
-        request(5, budget=0),
-        request(6, depth=0),
-        request(7, budget=100, depth=12),
-        request(8, noise=Noise(3, tiny.VOCAB), temperature=0.7),
-    ]
-
-    def drafter():
-        network = dflash(target, coupling=(0.8, 1.2))
-        return Continuity(Foreign(network) if foreign else network, Lookup(coupling=(0.8, 1.2)))
-
-    together = draft(drafter(), *rows)
-    for index, row in enumerate(rows):
-        if foreign and index == 3:
-            continue  # a batch that holds a chain asks its drafter for the same
-        assert scored(together, index) == pytest.approx(scored(draft(drafter(), row)), abs=1e-4)
-
-
 def test_a_chain_is_a_path_under_the_mix(target):
     row = request(3, budget=DEPTH, chain=True)
     tree = draft(Continuity(dflash(target), Lookup()), row)
@@ -227,16 +200,6 @@ def test_a_chain_is_a_path_under_the_mix(target):
     for path, score in scored(tree).items():
         siblings = [other for other in wide if other[:-1] == path[:-1]]
         assert score == pytest.approx(max(wide[other] for other in siblings), abs=1e-5)
-
-
-def test_noise_ranks_both_parts(target):
-    row = request(4)
-    sampled = replace(row, noise=Noise(1, tiny.VOCAB), temperature=1.0)
-
-    def tree(own, coupling):
-        return scored(draft(Continuity(dflash(target, coupling=coupling), Lookup(coupling=coupling)), own))
-
-    assert tree(sampled, (0.0, 1.0)) == tree(row, (0.8, 1.2)) != tree(sampled, (0.8, 1.2))
 
 
 def test_nodes_below_the_floor_are_not_drafted(target):

@@ -9,14 +9,24 @@ from ddtree.model.kv_cache import KVCache
 
 
 def columns(rows, values):
-    """Keys [R, 2, n, 3] whose entries tell the column they stand for."""
+    """Keys [R, 2, n, 3] whose entries are the value of the column they stand for."""
     return torch.tensor(values, dtype=torch.float32)[:, None, :, None].expand(rows, 2, len(values[0]), 3)
 
 
-def append(cache, start, stop, values):
-    cache.open(start, stop, len(values[0]))
-    keys, _ = cache.update(columns(stop - start, values), columns(stop - start, values), 0)
-    return keys
+def append(cache, start, stop, values, pending=0):
+    cache.open(start, stop, len(values[0]), pending)
+    states = columns(stop - start, values)
+    return cache.update(states, states, 0)[0]
+
+
+def filled(*texts, max_tokens=64):
+    """A cache that holds one row for each list of values."""
+    cache = KVCache(max_tokens)
+    for text in texts:
+        row = cache.add_row()
+        append(cache, row, row + 1, [text])
+        cache.commit([list(range(len(text)))])
+    return cache
 
 
 def contents(cache, row):
@@ -24,8 +34,7 @@ def contents(cache, row):
 
 
 def test_commit_moves_the_accepted_path_to_the_front_and_forgets_the_rest():
-    cache = KVCache(64)
-    cache.add_row()
+    cache = filled([])
     append(cache, 0, 1, [[1, 2, 3, 4, 5]])
     cache.commit([[0, 2, 4]])
     append(cache, 0, 1, [[6, 7]])
@@ -33,9 +42,27 @@ def test_commit_moves_the_accepted_path_to_the_front_and_forgets_the_rest():
     assert contents(cache, 0) == [1, 3, 5, 6]
 
 
+def test_what_is_not_committed_leaves_no_trace():
+    cache = filled([1, 2])
+    append(cache, 0, 1, [[7, 8, 9]])
+    append(cache, 0, 1, [[3, 4]])
+    cache.commit([[0, 1]])
+    assert contents(cache, 0) == [1, 2, 3, 4]
+
+
+def test_a_forward_may_follow_the_pending_columns_of_earlier_ones():
+    cache = filled([1], [5])
+    append(cache, 0, 2, [[2, 3], [6, 7]])
+    keys = append(cache, 0, 2, [[4], [8]], pending=2)
+    assert keys[:, 0, :, 0].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    with pytest.raises(RuntimeError, match="pending columns are those of another window"):
+        cache.open(0, 1, 1, pending=3)
+    cache.commit([[0, 2], [1]])
+    assert contents(cache, 0) == [1, 2, 4] and contents(cache, 1) == [5, 7]
+
+
 def test_a_contiguous_path_copies_nothing(monkeypatch):
-    cache = KVCache(64)
-    cache.add_row()
+    cache = filled([])
     append(cache, 0, 1, [[1, 2, 3, 4]])
     monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("an index was built"))
     cache.commit([[0, 1, 2]])
@@ -43,11 +70,7 @@ def test_a_contiguous_path_copies_nothing(monkeypatch):
 
 
 def test_ragged_rows_append_behind_their_own_tokens():
-    cache = KVCache(64)
-    for row, values in enumerate([[1, 2, 3], [4]]):
-        cache.add_row()
-        append(cache, row, row + 1, [values])
-        cache.commit([list(range(len(values)))])
+    cache = filled([1, 2, 3], [4])
     keys = append(cache, 0, 2, [[10, 11], [20, 21]])
     assert keys.shape == (2, 2, 5, 3)
     cache.commit([[0, 1], [1]])
@@ -56,11 +79,7 @@ def test_ragged_rows_append_behind_their_own_tokens():
 
 
 def test_dropping_a_row_moves_the_last_one_into_its_place():
-    cache = KVCache(64)
-    for row, values in enumerate([[1, 2], [3], [5, 6, 7]]):
-        cache.add_row()
-        append(cache, row, row + 1, [values])
-        cache.commit([list(range(len(values)))])
+    cache = filled([1, 2], [3], [5, 6, 7])
     cache.drop_row(0)
     assert cache.rows == 2
     assert contents(cache, 0) == [5, 6, 7]
@@ -69,29 +88,21 @@ def test_dropping_a_row_moves_the_last_one_into_its_place():
 
 def test_growth_keeps_contents_and_stays_linear_in_tokens(monkeypatch):
     monkeypatch.setattr(cache_module, "_FIRST_TOKENS", 4)
-    cache = KVCache(1000)
-    cache.add_row()
+    cache = filled([], max_tokens=1000)
     for value in range(100):
         append(cache, 0, 1, [[value]])
         cache.commit([[0]])
     assert contents(cache, 0) == list(range(100))
-    assert cache._buffers[0].shape[2] <= 2 * 100
+    assert cache.capacity == cache._buffers[0].shape[2] <= 2 * 100
 
 
 def test_capacity_never_exceeds_what_a_row_may_need(monkeypatch):
     monkeypatch.setattr(cache_module, "_FIRST_TOKENS", 4)
-    cache = KVCache(10)
-    cache.add_row()
-    append(cache, 0, 1, [list(range(9))])
-    cache.commit([list(range(9))])
-    assert cache._buffers[0].shape[2] == 10
+    assert filled(list(range(9)), max_tokens=10).capacity == 10
 
 
 def test_a_cache_that_does_not_fit_says_how_much_is_missing(monkeypatch):
-    cache = KVCache(10**9)
-    cache.add_row()
-    append(cache, 0, 1, [[1]])
-    cache.commit([[0]])
+    cache = filled([1], max_tokens=10**9)
     monkeypatch.setattr(cache_module, "available_bytes", lambda device: 2**20)
     with pytest.raises(CacheMemoryError, match=r"needs \d+ MiB more, 1 MiB are free; use fewer sequences"):
         cache.open(0, 1, 10**6)
@@ -114,3 +125,8 @@ def test_layers_of_one_shape_share_a_stack_and_others_have_their_own():
         keys, values = cache.update(torch.zeros(1, heads, 500, size), torch.ones(1, heads, 500, size), layer)
         kept = states[layer][:, :, [0, 2, 4]]
         assert torch.equal(keys[:, :, :3], kept) and torch.equal(values[:, :, :3], -kept)
+    copy = KVCache(1000)
+    copy.add_row()
+    copy.write(0, cache.read(0, 0, 3))
+    for own, (keys, values) in zip(states, copy.read(0, 0, 3), strict=True):
+        assert torch.equal(keys, own[0][:, [0, 2, 4]]) and torch.equal(values, -keys)

@@ -9,6 +9,7 @@ import transformers as hf
 import tiny
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.model import attention
+from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.target import Target, why_no_tree
 from ddtree.tree import DraftTree
 
@@ -168,6 +169,23 @@ def recurrent_model():
 def test_hybrid_state_is_refused_by_layer_type_with_what_works_instead():
     with pytest.raises(UnsupportedModelError, match=r'linear_attention layers.*use drafter="none"'):
         Target(recurrent_model())
+
+
+def test_hybrid_models_are_decoded_root_by_root_and_take_no_drafts():
+    model = recurrent_model()
+    target = AutoregressiveTarget(model)
+    assert not target.verifies_trees and Target.verifies_trees
+    cache, (forward,) = start(target, [tiny.prompt(9)], 4)
+    torch.testing.assert_close(
+        forward.logits[0, 0], plain_logits(model, tiny.prompt(9))[-1], atol=TOLERANCE, rtol=0
+    )
+    logits = target.verify(cache, DraftTree.root([7], torch.device("cpu"))).logits
+    plain = plain_logits(model, [*tiny.prompt(9), 7])[-1]
+    torch.testing.assert_close(logits[0, 0], plain, atol=TOLERANCE, rtol=0)
+    with pytest.raises(UnsupportedModelError, match=r"linear_attention layers.*: only roots can be verified"):
+        target.verify(cache, ragged_tree().row(0))
+    with pytest.raises(UnsupportedModelError, match='no drafter can be used; use drafter="none"'):
+        target.use_features((0,))
 
 
 def test_encoder_decoders_are_refused_by_name():

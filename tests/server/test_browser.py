@@ -12,8 +12,8 @@ import pytest
 import ddtree
 import fakes
 import talker
-from ddtree.server.drafting import Drafting
-from ddtree.server.worker import Service
+from ddtree.server.config import DraftSettings
+from ddtree.server.worker import EngineThread
 
 playwright = pytest.importorskip("playwright.sync_api")
 LANES = ("on", "off")
@@ -36,12 +36,12 @@ def model():
 
 @contextmanager
 def served(model, **settings):
-    """A service, and the address that it is served at."""
-    service = Service(model, name="tiny")
-    service.start()
-    assert service.wait_ready(300)
-    with fakes.served(service, grace=0.0, **settings) as address:
-        yield service, address
+    """A worker, and the address that it is served at."""
+    worker = EngineThread(model, name="tiny")
+    worker.start()
+    assert worker.wait_ready(300)
+    with fakes.served(worker, grace=0.0, **settings) as address:
+        yield worker, address
 
 
 @pytest.fixture(scope="module")
@@ -57,23 +57,23 @@ def browser():
 @pytest.fixture(scope="module", params=[(1280, "light"), (390, "dark")], ids=["wide", "narrow"])
 def opened(request, model, browser):
     width, scheme = request.param
-    with served(model) as (service, address):
+    with served(model) as (worker, address):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         context.set_default_timeout(PATIENCE)
-        yield context, service, address
+        yield context, worker, address
         context.close()
 
 
 @pytest.fixture
-def service(opened):
+def worker(opened):
     return opened[1]
 
 
 @pytest.fixture
 def page(opened):
     """The page, opened; that nothing was complained about in its console is checked afterwards."""
-    context, service, address = opened
-    service.set_drafting(Drafting(method="tree", budget=32))
+    context, worker, address = opened
+    worker.set_drafting(DraftSettings(method="tree", budget=32))
     page = context.new_page()
     complaints = []
     page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
@@ -150,39 +150,39 @@ def test_a_tab_out_of_sight_gives_its_connection_up(model, browser):
     }"""
     page = browser.new_page()
     page.set_default_timeout(PATIENCE)
-    with served(model) as (service, address):
+    with served(model) as (worker, address):
         page.goto(address + "/")
         playwright.expect(page.locator("#link")).to_have_text("live")
         page.evaluate(look, True)
-        fakes.eventually(lambda: not service._reports._watchers, 60)
+        fakes.eventually(lambda: not worker.book._watchers, 60)
         page.evaluate(look, False)
         playwright.expect(page.locator("#link")).to_have_text("live")
-        fakes.eventually(lambda: len(service._reports._watchers) == 1, 60)
+        fakes.eventually(lambda: len(worker.book._watchers) == 1, 60)
     page.close()
 
 
-def test_the_controls_change_the_server_and_follow_it(page, service):
+def test_the_controls_change_the_server_and_follow_it(page, worker):
     page.focus("#methods input:checked")
     page.keyboard.press("ArrowLeft")
     page.focus("#depth")
     page.keyboard.press("Home")
     playwright.expect(page.locator("#drafting-note")).to_have_text("In use from the next round on.")
-    fakes.eventually(lambda: service.drafting == Drafting(method="chain", depth=1, budget=32))
-    service.set_drafting(Drafting(method="off", depth=7, budget="auto"))
+    fakes.eventually(lambda: worker.drafting == DraftSettings(method="chain", depth=1, budget=32))
+    worker.set_drafting(DraftSettings(method="off", depth=7, budget="auto"))
     playwright.expect(page.locator("#depth-value")).to_have_text("7")
     playwright.expect(page.locator("#methods input[value=off]")).to_be_checked()
     playwright.expect(page.locator("#budget-auto")).to_be_checked()
 
 
-def test_an_answer_can_be_stopped(page, service, monkeypatch):
-    step = service.model.step
+def test_an_answer_can_be_stopped(page, worker, monkeypatch):
+    step = worker.model.step
 
     def slowly():
         time.sleep(0.2)
         return step()
 
-    monkeypatch.setattr(service.model, "step", slowly)
-    service.set_drafting(Drafting(method="off"))
+    monkeypatch.setattr(worker.model, "step", slowly)
+    worker.set_drafting(DraftSettings(method="off"))
     endless = {"ignore_eos": True, "max_tokens": 450}
     page.route(
         "**/v1/chat/completions",

@@ -9,32 +9,32 @@ import pytest
 import ddtree
 import fakes
 import talker
-from ddtree.server.inbox import Inbox
+from ddtree.server.handle import DeltaQueue, TokenDelta
 
 
 @pytest.fixture(scope="module")
-def service():
-    return fakes.FakeService()
+def worker():
+    return fakes.FakeWorker()
 
 
 @pytest.fixture(scope="module")
-def client(service):
-    with fakes.served(service) as address, httpx.Client(base_url=address) as client:
+def client(worker):
+    with fakes.served(worker) as address, httpx.Client(base_url=address) as client:
         yield client
 
 
-def test_models_version_and_health(client, service):
+def test_models_version_and_health(client, worker):
     (card,) = client.get("/v1/models").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 512)
     assert client.get("/v1/models/fake").json() == card
     assert client.get("/version").json() == {"version": ddtree.__version__}
-    assert [client.get(path).status_code for path in ("/health", "/health/live", "/health/ready")] == [
-        200
-    ] * 3
-    service.health = {**service.health, "ready": False, "status": "starting"}
+    for path in ("/health", "/health/live", "/health/ready"):
+        head = client.head(path)
+        assert client.get(path).status_code == head.status_code == 200 and not head.content
+    worker.health = {**worker.health, "ready": False, "status": "starting"}
     assert client.get("/health/live").status_code == 200
     assert client.get("/health/ready").status_code == 503
-    service.health = {**service.health, "ready": True, "status": "ready"}
+    worker.health = {**worker.health, "ready": True, "status": "ready"}
 
 
 def test_metrics_are_prometheus_text(client):
@@ -61,38 +61,40 @@ def test_tokens_of_texts_and_chats_and_back(client):
     assert client.post("/tokenize", json={**chat, "prompt": "x"}).status_code == 400
 
 
-def test_drafting_is_told_and_changed_field_by_field(client, service):
+def test_drafting_is_told_and_changed_field_by_field(client, worker):
     before = client.get("/api/drafting").json()
     assert before == {"method": "auto", "depth": 16, "budget": "auto", "drafter": None}
     changed = client.post("/api/drafting", json={"depth": 3, "budget": 8, "drafter": "lookup"}).json()
     assert changed == {"method": "auto", "depth": 3, "budget": 8, "drafter": "lookup"}
-    assert service.drafting.as_dict() == changed
+    assert worker.drafting.as_dict() == changed
     assert client.post("/api/drafting", json={"drafter": None}).json()["drafter"] is None
     for bad in ({"depth": 17}, {"method": "fast"}, {"dept": 3}, {"drafter": "other"}, {"budget": -1}):
         response = client.post("/api/drafting", json=bad)
         assert response.status_code == 400 and response.json()["error"]["message"]
-    assert service.drafting.depth == 3
+    assert worker.drafting.depth == 3
 
 
-def test_state_and_events(client, service):
+def test_state_and_events(client, worker, monkeypatch):
+    monkeypatch.setattr("ddtree.server.app.STATE_EVERY", 0.05)
     assert client.get("/api/state").json() == {"model": "fake", "rows": 0}
     found = []
     with client.stream("GET", "/api/events") as response:
-        fakes.eventually(lambda: service.watchers)
+        fakes.eventually(lambda: worker.book._watchers)
         for number in range(3):
-            service.watchers[0]({"t": number})
+            worker.book._watchers[0]({"t": number})
         for line in response.iter_lines():
             found.append(line)
             if len([one for one in found if one == "event: state"]) == 2:
                 break
     rounds = [json.loads(found[i + 1][6:]) for i, line in enumerate(found) if line == "event: round"]
     assert rounds == [{"t": 0}, {"t": 1}, {"t": 2}]
-    fakes.eventually(lambda: not service.watchers)
+    fakes.eventually(lambda: not worker.book._watchers)
 
 
-def test_open_streams_of_events_do_not_keep_a_server_alive():
+def test_open_streams_of_events_do_not_keep_a_server_alive(monkeypatch):
+    monkeypatch.setattr("ddtree.server.app.STATE_EVERY", 0.05)
     client = httpx.Client()
-    with fakes.served(fakes.FakeService()) as address:
+    with fakes.served(fakes.FakeWorker()) as address:
         response = client.send(client.build_request("GET", address + "/api/events"), stream=True)
     assert all(line.startswith(("event: state", "data: ")) for line in response.iter_lines() if line)
 
@@ -105,16 +107,25 @@ def test_the_api_is_described(client):
     assert client.get("/docs").status_code == 404
 
 
-def test_an_inbox_merges_what_nobody_has_taken():
+def test_a_queue_gives_everything_once_and_a_slow_readers_deltas_are_joined():
     async def read():
-        inbox = Inbox()
-        put = inbox.deliverer(1)
-        for event in fakes.said("hey"):
-            put(event)
-        (taken,) = await inbox.take(1)
-        assert await inbox.take(0.01) == []
-        return taken
+        queue = DeltaQueue()
+        for delta in fakes.said("hey"):
+            queue.put(delta)
+        taken = await queue.take(1)
+        assert await queue.take(0.01) == []
+        return TokenDelta.joined(taken)
 
-    index, event = asyncio.run(read())
-    assert (index, event.text, event.tokens, event.origins) == (1, "hey", [104, 101, 121], [0, 1, 0])
-    assert event.result is not None and event.logprobs is None
+    whole = asyncio.run(read())
+    assert (whole.text, whole.tokens, whole.origins) == ("hey", [104, 101, 121], [0, 1, 0])
+    assert whole.result is not None and not whole.logprobs
+
+
+def test_a_queue_with_a_limit_drops_the_oldest():
+    async def read():
+        queue = DeltaQueue(most=2)
+        for number in range(5):
+            queue.put(number)
+        return await queue.take(1)
+
+    assert asyncio.run(read()) == [3, 4]

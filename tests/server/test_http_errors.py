@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 import fakes
 from ddtree.errors import CacheMemoryError, PromptError
-from ddtree.server.limits import BusyError, ClosingError, EngineError, TimeoutReached
+from ddtree.server.handle import BusyError, ClosingError, EngineError, TimeoutReached
 from ddtree.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -17,27 +17,27 @@ CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def service():
-    return fakes.FakeService(max_body_bytes=20_000, max_waiting=4, max_n=3)
+def worker():
+    return fakes.FakeWorker(max_body_bytes=20_000, max_waiting=4, max_n=3)
 
 
 @pytest.fixture(scope="module")
-def client(service):
-    with fakes.served(service) as address, httpx.Client(base_url=address) as client:
+def client(worker):
+    with fakes.served(worker) as address, httpx.Client(base_url=address) as client:
         yield client
 
 
 @pytest.fixture
-def refused(service, client):
+def refused(worker, client):
     """Send a request; gives status and error, and checks that nothing was submitted."""
 
     def call(path, body, status=400, **more):
-        service.asked.clear()
+        worker.asked.clear()
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **more}
         response = client.post(path, content=content, headers=headers)
         assert response.status_code == status, response.text
-        assert not service.asked
+        assert not worker.asked
         error = response.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"} and error["message"]
         return error
@@ -195,45 +195,29 @@ def test_unknown_models_paths_and_methods(refused, client):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_too_long_is_not_parsed(client, service, chunked):
-    service.asked.clear()
+def test_a_body_that_is_too_long_is_not_parsed(client, worker, chunked):
+    worker.asked.clear()
     body = json.dumps({**CHAT, "user": "x" * 200_000}).encode()
     content = iter([body[i : i + 10_000] for i in range(0, len(body), 10_000)]) if chunked else body
     response = client.post(CHATS, content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 413 and response.json()["error"]["code"] == "request_too_large"
-    assert not service.asked
+    assert not worker.asked
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "code"),
+    ("error", "status", "code", "retry_after"),
     [
-        (BusyError("full", 7), 429, "queue_full"), (ClosingError("closing"), 503, "shutting_down"),
-        (CacheMemoryError("no memory"), 503, "out_of_memory"), (TimeoutReached("too long"), 504, "timeout"),
-        (PromptError("the prompt has 9 tokens and the context holds 8"), 400, "context_length_exceeded"),
-        (EngineError("secret"), 500, "internal_error"), (RuntimeError("secret"), 500, "internal_error"),
+        (BusyError("full", 7), 429, "queue_full", "7"), (ClosingError("closing"), 503, "shutting_down", "5"),
+        (CacheMemoryError("no memory"), 503, "out_of_memory", "5"), (TimeoutReached("slow"), 504, "timeout", None),
+        (PromptError("the prompt has 9 tokens and the context holds 8"), 400, "context_length_exceeded", None),
+        (EngineError("secret"), 500, "internal_error", None), (RuntimeError("secret"), 500, "internal_error", None),
     ],
 )  # fmt: skip
-def test_what_the_service_raises_has_its_status(refused, service, error, status, code):
-    service.refusal = error
-    try:
-        # After an error that nobody foresaw the connection ends.
-        told = refused(CHATS, CHAT, status, Connection="close")
-    finally:
-        service.refusal = None
-    assert told["code"] == code and "secret" not in told["message"]
+def test_what_the_worker_raises_has_its_status(client, worker, monkeypatch, error, status, code, retry_after):
+    monkeypatch.setattr(worker, "refusal", error)
+    # After an error that nobody foresaw the connection ends.
+    response = client.post(CHATS, json=CHAT, headers={"Connection": "close"})
+    told = response.json()["error"]
+    assert (response.status_code, told["code"]) == (status, code) and "secret" not in told["message"]
     assert told["type"] == {429: "rate_limit_error", 400: "invalid_request_error"}.get(status, "server_error")
-
-
-def test_a_full_queue_says_when_to_come_back(client, service):
-    service.refusal = BusyError("full", 7)
-    try:
-        response = client.post(CHATS, json=CHAT)
-    finally:
-        service.refusal = None
-    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
-
-
-def test_whether_it_is_healthy_can_be_asked_without_a_body(client):
-    for path in ("/health", "/health/live", "/health/ready"):
-        response = client.head(path)
-        assert response.status_code == 200 and not response.content
+    assert response.headers.get("retry-after") == retry_after

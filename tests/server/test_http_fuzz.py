@@ -37,7 +37,7 @@ PLAUSIBLE = st.sampled_from(
 
 @pytest.fixture(scope="module")
 def client():
-    with fakes.served(fakes.FakeService()) as address, httpx.Client(base_url=address) as client:
+    with fakes.served(fakes.FakeWorker()) as address, httpx.Client(base_url=address) as client:
         yield client
 
 

@@ -12,14 +12,14 @@ CHATS = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def locked():
     settings = {"api_keys": ("first key", "second"), "cors_origins": ("https://good.example",)}
-    with fakes.served(fakes.FakeService(), **settings) as address, httpx.Client(base_url=address) as client:
+    with fakes.served(fakes.FakeWorker(), **settings) as address, httpx.Client(base_url=address) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def local():
     with (
-        fakes.served(fakes.FakeService(), hosts=("localhost", "127.0.0.1", "::1", "Box.example")) as address,
+        fakes.served(fakes.FakeWorker(), hosts=("localhost", "127.0.0.1", "::1", "Box.example")) as address,
         httpx.Client(base_url=address) as client,
     ):
         yield client

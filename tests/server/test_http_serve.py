@@ -1,4 +1,4 @@
-"""`ddtree serve` as a program: starting, stopping, and what it says when it cannot."""
+"""`ddtree serve` as a program, and how a server starts and ends."""
 
 import json
 import os
@@ -8,127 +8,110 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import httpx
 import pytest
 
+import ddtree
 import fakes
 import talker
 from ddtree.cli import main
+from ddtree.server.config import DraftSettings
+from ddtree.server.handle import TokenDelta
+from ddtree.server.worker import EngineThread
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return str(talker.save(tmp_path_factory.mktemp("target") / "tiny", max_position_embeddings=8192))
+@contextmanager
+def streamed(address, tokens):
+    """The lines of a stream that has begun."""
+    body = {**CHAT, "stream": True, "max_tokens": tokens, "ignore_eos": True}
+    with httpx.stream("POST", address + "/v1/chat/completions", json=body, timeout=60) as response:
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        yield lines
 
 
-@pytest.fixture
-def serve(target, tmp_path):
-    """Start the program; gives its process and address."""
-    running = []
-
-    def call(*options, port="0"):
-        command = [
-            sys.executable,
-            "-m",
-            "ddtree",
-            "serve",
-            target,
-            "--device",
-            "cpu",
-            "--port",
-            port,
-            *options,
-        ]
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        running.append(process)
-        line = process.stdout.readline()
-        found = re.match(r"ddtree: (\S+) at (http://127.0.0.1:\d+)/v1", line)
-        assert found, (line, process.stderr.read())
-        address = found[2]
-        fakes.eventually(lambda: answers(address), 60)
-        return process, address
-
-    yield call
-    for process in running:
-        process.kill()
-        process.communicate()
+def endless(handle, index):
+    while True:
+        yield TokenDelta("x", [1], [0])
+        time.sleep(0.01)
 
 
-def answers(address):
-    try:
-        return httpx.get(address + "/health/ready").status_code == 200
-    except httpx.ConnectError:
-        return False
+@contextmanager
+def program(folder, port=0):
+    """`ddtree serve` of a tiny model: the process and its address, once it is ready."""
+    target = talker.save(folder / "tiny", max_position_embeddings=1024)
+    command = [sys.executable, "-m", "ddtree", "serve", target, "--device", "cpu", "--port", str(port)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            address = re.match(r"ddtree: tiny at (http://127.0.0.1:\d+)/v1", process.stdout.readline())[1]
+            fakes.eventually(lambda: httpx.get(address + "/health/ready").status_code == 200, 60)
+            yield process, address
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_the_program_answers_by_its_name_and_ends_well_at_a_signal(tmp_path):
+    with program(tmp_path) as (process, address):
+        assert httpx.get(address + "/v1/models").json()["data"][0]["id"] == "tiny"
+        assert httpx.get(address, headers={"Host": "evil.example"}).status_code == 421
+        with streamed(address, 400) as lines:
+            process.send_signal(signal.SIGTERM)
+            *_, end, done = lines
+        assert json.loads(end[6:])["choices"][0]["finish_reason"] == "length" and done == "data: [DONE]"
+        assert process.wait(20) == 0
+        assert "finishing" in process.stderr.read()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(address)
+
+
+@pytest.mark.exhaustive
+def test_after_a_kill_the_next_one_serves_on_the_same_port(tmp_path):
+    with program(tmp_path) as (_, address), streamed(address, 900):
+        pass
+    with program(tmp_path, address.rpartition(":")[2]) as (_, again):
+        assert again == address
+
+
+def test_a_second_signal_stops_at_once_and_a_restart_serves_again():
+    worker = fakes.FakeWorker()
+    worker.script = endless
+    with fakes.running(worker, grace=60.0) as (server, thread, address), streamed(address, 9) as lines:
+        server.handle_exit(signal.SIGTERM, None)
+        for _ in range(20):
+            assert next(lines)
+        assert thread.is_alive()
+        began = time.monotonic()
+        server.handle_exit(signal.SIGINT, None)
+        thread.join(30)
+        assert time.monotonic() - began < 10
+    # The connection was cut, so the port waits for its last packets: that stands in nobody's way.
+    with fakes.served(fakes.FakeWorker(), port=int(address.rpartition(":")[2])) as again:
+        assert again == address and httpx.get(again + "/health").status_code == 200
+
+
+def test_answers_are_cut_off_when_grace_is_over(monkeypatch):
+    with ddtree.load(talker.model(), "lookup", tokenizer=talker.tokenizer()) as model:
+        step = model.step
+        monkeypatch.setattr(model, "step", lambda: (time.sleep(0.02), step()))
+        worker = EngineThread(model, name="tiny", drafting=DraftSettings(method="off"))
+        worker.start()
+        with fakes.running(worker, grace=0.2) as (server, _, address), streamed(address, 450) as lines:
+            server.handle_exit(signal.SIGTERM, None)
+            *_, end, done = lines
+    assert json.loads(end[6:])["error"]["code"] == "shutting_down" and done == "data: [DONE]"
 
 
 def refusal(capsys, *arguments):
     """What it says of a command that must fail; a target that does not exist lets none of them serve."""
     assert main(["serve", "no such model", *arguments]) == 2
     return capsys.readouterr().err
-
-
-def stream(address, tokens):
-    """A stream's response, and an iterator over its lines that has begun."""
-    client = httpx.Client(timeout=60)
-    body = {**CHAT, "stream": True, "max_tokens": tokens, "ignore_eos": True}
-    response = client.send(
-        client.build_request("POST", address + "/v1/chat/completions", json=body), stream=True
-    )
-    lines = (line for line in response.iter_lines() if line)
-    return lines, next(lines)
-
-
-@pytest.mark.slow
-def test_it_answers_by_its_name_and_ends_well_at_a_signal(serve):
-    process, address = serve()
-    assert httpx.get(address + "/v1/models").json()["data"][0]["id"] == "tiny"
-    assert httpx.get(address, headers={"Host": "evil.example"}).status_code == 421
-    lines, _ = stream(address, 400)
-    process.send_signal(signal.SIGTERM)
-    *_, end, done = lines
-    assert json.loads(end[6:])["choices"][0]["finish_reason"] == "length" and done == "data: [DONE]"
-    assert process.wait(20) == 0
-    assert "finishing" in process.stderr.read()
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(address)
-
-
-@pytest.mark.slow
-def test_a_second_signal_stops_at_once(serve):
-    process, address = serve()
-    _lines, _ = stream(address, 8000)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    # Much less than the 30 seconds of grace, also on a machine that is busy.
-    assert process.wait(20) == 0 and time.monotonic() - began < 15
-
-
-@pytest.mark.exhaustive
-def test_after_a_kill_the_next_one_serves_on_the_same_port(serve):
-    process, address = serve()
-    port = address.rpartition(":")[2]
-    process.kill()
-    process.wait()
-    serve(port=port)
-
-
-@pytest.mark.slow
-def test_answers_are_cut_off_when_grace_is_over(serve):
-    process, address = serve("--grace", "0.5")
-    lines, _ = stream(address, 8000)
-    process.send_signal(signal.SIGTERM)
-    *_, end, done = lines
-    assert json.loads(end[6:])["error"]["code"] == "shutting_down" and done == "data: [DONE]"
-    assert process.wait(20) == 0
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys):

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 import time
 
 import httpx
@@ -10,28 +9,28 @@ import pytest
 
 import fakes
 import talker
-from ddtree.server.events import Event
+from ddtree.server.handle import TokenDelta
 from ddtree.server.tokens import TokenTexts
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture(scope="module")
-def service():
-    return fakes.FakeService()
+def worker():
+    return fakes.FakeWorker()
 
 
 @pytest.fixture(scope="module")
-def address(service):
-    with fakes.served(service) as address:
+def address(worker):
+    with fakes.served(worker) as address:
         yield address
 
 
 @pytest.fixture(autouse=True)
-def clean(service):
-    service.asked.clear()
-    service.cancelled.clear()
-    service.script = lambda asked, index: fakes.said("hey")
+def clean(worker):
+    worker.asked.clear()
+    worker.cancelled.clear()
+    worker.script = lambda handle, index: fakes.said("hey")
 
 
 def lines(address, path="/v1/chat/completions", **body):
@@ -53,22 +52,14 @@ def joined(chunks, index=0):
 
 
 def test_a_chat_streams_role_then_content_then_the_end(address):
-    kind = "chat.completion.chunk"
+    def chunk(delta, reason=None):
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        return {"object": "chat.completion.chunk", "choices": [choice]}
+
     first, *pieces, last = lines(address, **CHAT)
-    assert first == {
-        "object": kind,
-        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}],
-    }
-    assert all(
-        piece
-        == {
-            "object": kind,
-            "choices": [{"index": 0, "delta": {"content": joined([piece])}, "finish_reason": None}],
-        }
-        for piece in pieces
-    )
-    assert joined(pieces) == "hey"
-    assert last == {"object": kind, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    assert first == chunk({"role": "assistant", "content": ""})
+    assert pieces == [chunk({"content": joined([piece])}) for piece in pieces] and joined(pieces) == "hey"
+    assert last == chunk({}, "stop")
 
 
 def test_usage_comes_last_and_only_when_asked_for(address):
@@ -85,8 +76,8 @@ def test_continuous_usage_grows_to_the_whole(address):
     assert counts == sorted(counts) and counts[-1] == 3
 
 
-def test_choices_stream_side_by_side_each_whole(address, service):
-    service.script = lambda asked, index: fakes.said(f"answer {index}", "length" if index else "stop")
+def test_choices_stream_side_by_side_each_whole(address, worker):
+    worker.script = lambda handle, index: fakes.said(f"answer {index}", "length" if index else "stop")
     chunks = lines(address, **CHAT, n=3)
     assert [joined(chunks, index) for index in range(3)] == ["answer 0", "answer 1", "answer 2"]
     ends = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
@@ -119,60 +110,60 @@ def test_timings_are_with_the_usage_where_there_is_one(address):
     assert last["ddtree"]["timings"][0].keys() >= {"time_to_first_token_ms", "tau", "rounds", "seed"}
 
 
-def test_an_error_in_the_middle_is_told_in_the_stream(address, service):
-    service.script = lambda asked, index: [
-        Event("he", [1], [0]),
-        Event("", [], [], error=RuntimeError("secret")),
+def test_an_error_in_the_middle_is_told_in_the_stream(address, worker):
+    worker.script = lambda handle, index: [
+        TokenDelta("he", [1], [0]),
+        TokenDelta(error=RuntimeError("secret")),
     ]
     *_, last = lines(address, **CHAT)
     assert last["error"]["code"] == "internal_error" and "secret" not in str(last)
 
 
-def test_an_answer_that_the_server_gave_up_is_no_whole_answer(address, service):
-    service.script = lambda asked, index: fakes.said("he", "cancelled")
+def test_an_answer_that_the_server_gave_up_is_no_whole_answer(address, worker):
+    worker.script = lambda handle, index: fakes.said("he", "cancelled")
     assert lines(address, **CHAT)[-1]["error"]["code"] == "shutting_down"
     response = httpx.post(address + "/v1/chat/completions", json=CHAT)
     assert response.status_code == 503 and response.headers["retry-after"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_cancels_its_answer(address, service, stream):
-    def endless(asked, index):
-        while not service.cancelled:
-            yield Event("x", [1], [0])
+def test_a_client_that_leaves_cancels_its_answer(address, worker, stream):
+    def endless(handle, index):
+        while not worker.cancelled:
+            yield TokenDelta("x", [1], [0])
             time.sleep(0.01)
 
-    service.script = endless
+    worker.script = endless
     with socket.create_connection(address.removeprefix("http://").split(":")) as connection:
         body = json.dumps({**CHAT, "stream": stream}).encode()
         head = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
         connection.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
-        fakes.eventually(lambda: service.asked)
+        fakes.eventually(lambda: worker.asked)
         if stream:
             assert connection.recv(64)
-    fakes.eventually(lambda: service.asked[0] in service.cancelled)
+    fakes.eventually(lambda: worker.asked[0] in worker.cancelled)
 
 
-def test_a_slow_reader_holds_up_nobody_and_loses_nothing(address, service):
+def test_a_slow_reader_holds_up_nobody_and_loses_nothing(address, worker):
     """Megabytes that the reader does not read: the engine's thread is through at once, and all of it arrives."""
     took = []
     piece, count = "0123456789" * 400, 2000
 
-    def script(asked, index):
+    def script(handle, index):
         began = time.monotonic()
         for _ in range(count):
-            asked.deliver(Event(piece, [1], [0]))
+            handle.send(TokenDelta(piece, [1], [0]))
         took.append(time.monotonic() - began)
-        return [Event("", [], [], result=fakes.result(piece * count, [1] * count))]
+        return [TokenDelta(result=fakes.result(piece * count, [1] * count))]
 
-    service.script = script
+    worker.script = script
     with httpx.stream(
         "POST", address + "/v1/chat/completions", json={**CHAT, "stream": True}, timeout=30
     ) as response:
         time.sleep(0.5)
         assert took and took[0] < 0.4
         # Others are served meanwhile.
-        service.script = lambda asked, index: fakes.said("hey")
+        worker.script = lambda handle, index: fakes.said("hey")
         assert joined(lines(address, **CHAT)) == "hey"
         text = "".join(
             json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
@@ -182,25 +173,9 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(address, service):
     assert text == piece * count
 
 
-def test_streams_of_many_clients_do_not_mix(address, service):
-    decode = service.model.tokenizer.decode
-    service.script = lambda asked, index: fakes.said("re: " + decode(asked.prompt, skip_special_tokens=True))
-    found = {}
-
-    def ask(word):
-        found[word] = joined(lines(address, messages=[{"role": "user", "content": word}]))
-
-    threads = [threading.Thread(target=ask, args=(f"word {i}",)) for i in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {f"word {i}": f"re: word {i}" for i in range(12)}
-
-
 @pytest.mark.parametrize("char", ["\x85", "\u2028", "\u2029"])
-def test_no_character_of_a_text_ends_a_line_of_the_stream(service, address, char):
-    service.script = lambda asked, index: fakes.said(f"a{char}b")
+def test_no_character_of_a_text_ends_a_line_of_the_stream(worker, address, char):
+    worker.script = lambda handle, index: fakes.said(f"a{char}b")
     with httpx.stream("POST", address + "/v1/chat/completions", json={"stream": True, **CHAT}) as response:
         # As many clients do, by whatever Python takes for the end of a line.
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line]

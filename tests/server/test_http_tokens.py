@@ -8,10 +8,9 @@ import talker
 import tiny
 import words
 from ddtree.sampling.sampler import TokenLogprobs
-from ddtree.server.logprobs import CompletionLogprobs, of_chat
-from ddtree.server.parameters import choices, sampling_defaults, sampling_params
-from ddtree.server.schemas import ChatRequest
-from ddtree.server.tokens import TokenTexts
+from ddtree.server.openai import seeded
+from ddtree.server.schemas import ChatRequest, sampling_defaults, sampling_params
+from ddtree.server.tokens import CompletionLogprobs, TokenTexts, chat_logprobs
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -50,7 +49,7 @@ def test_log_probabilities_in_both_forms():
         TokenLogprobs(9, -3.0, ((0, -0.5), (1, -1.0))),
         TokenLogprobs(0, float("-inf"), ((0, float("-inf")),)),
     ]
-    (first, second) = of_chat(entries, texts)["content"]
+    (first, second) = chat_logprobs(entries, texts)["content"]
     assert first["token"] == "bb" and first["bytes"] == [98, 98] and first["logprob"] == -3.0
     assert [one["token"] for one in first["top_logprobs"]] == ["aa", "ab"]
     assert second["logprob"] == -9999.0
@@ -65,7 +64,7 @@ def test_log_probabilities_in_both_forms():
 
 def params(defaults=None, **fields):
     request = ChatRequest(**CHAT, **fields)
-    return sampling_params(request, defaults or {}, talker.tokenizer(), max_tokens=20, logprobs=None)
+    return sampling_params(request, defaults or {}, talker.tokenizer(), max_tokens=20)
 
 
 def test_a_request_goes_before_the_models_config_and_that_before_ours():
@@ -95,6 +94,6 @@ def test_names_that_differ_from_the_librarys():
 
 @pytest.mark.parametrize("seed", [None, 5, 2**63 - 1])
 def test_each_choice_has_a_seed_of_its_own_and_the_first_the_one_given(seed):
-    seeds = [one.seed for one in choices(params(seed=seed), 3)]
+    seeds = [one.seed for one in seeded(params(seed=seed), 3)]
     assert seeds[0] == seed
     assert seeds == [None] * 3 if seed is None else len(set(seeds)) == 3

@@ -8,9 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import talker
 from ddtree.policy import OFF, Choice
 from ddtree.policy.arms import Arm
-from ddtree.server.metrics import Metrics
-from ddtree.server.reports import Reports
-from ddtree.server.rolling import Rolling
+from ddtree.server.metrics import RoundBook
 from ddtree.server.tokens import TokenTexts
 from ddtree.stats import Stats
 from ddtree.tree import DraftTree
@@ -41,23 +39,27 @@ def chain(size):
     )
 
 
-def read(metrics):
+def book(name="m", texts=None, now=lambda: 0.0):
+    return RoundBook(name, texts or TokenTexts(None), now)
+
+
+def read(book):
     """name -> {labels: value} of everything that is told."""
     found = {}
-    for family in text_string_to_metric_families(metrics.text().decode()):
+    for family in text_string_to_metric_families(book.metrics.text().decode()):
         for sample in family.samples:
             found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
     return found
 
 
-def value(metrics, name, **labels):
-    return read(metrics)[name][tuple(sorted(labels.items()))]
+def value(book, name, **labels):
+    return read(book)[name][tuple(sorted(labels.items()))]
 
 
 def test_load_clients_find_the_lines_they_look_for():
-    metrics = Metrics("a model")
-    metrics.round(a_round())
-    lines = metrics.text().decode().splitlines()
+    named = book("a model")
+    named.add(a_round())
+    lines = named.metrics.text().decode().splitlines()
     told = {
         line.split(None, 1)[0]: float(line.split(None, 1)[1]) for line in lines if line.startswith("vllm:")
     }
@@ -70,31 +72,33 @@ def test_load_clients_find_the_lines_they_look_for():
         for place in range(16)
     ]
     assert per_depth == [1, 1, *14 * [0]] and not told
+    # Clients sum lines by a part of their name.
+    assert "_created" not in named.metrics.text().decode()
 
 
 def test_rounds_are_counted():
-    metrics = Metrics("m")
-    metrics.round(a_round())
-    metrics.round(a_round(accepted=(3,), sizes=(4,), arms=(TREE,)))
-    assert value(metrics, "ddtree_rounds_total") == 2
-    assert value(metrics, "ddtree_draft_nodes_total") == 6
-    assert value(metrics, "ddtree_accepted_tokens_total") == 5
-    assert [value(metrics, "ddtree_accepted_tokens_per_depth_total", depth=str(d)) for d in (1, 2, 3, 4)] == [
-        2, 2, 1, 0,
-    ]  # fmt: skip
-    assert value(metrics, "ddtree_arm_rounds_total", arm="tree@lookup") == 2
-    assert value(metrics, "ddtree_arm_rounds_total", arm="off") == 1
+    counted, other = book(), book()
+    counted.add(a_round())
+    counted.add(a_round(accepted=(3,), sizes=(4,), arms=(TREE,)))
+    assert value(counted, "ddtree_rounds_total") == 2 and value(other, "ddtree_rounds_total") == 0
+    assert value(counted, "ddtree_draft_nodes_total") == 6
+    assert value(counted, "ddtree_accepted_tokens_total") == 5
+    depths = [value(counted, "ddtree_accepted_tokens_per_depth_total", depth=str(d)) for d in range(1, 5)]
+    assert depths == [2, 2, 1, 0]
+    assert value(counted, "ddtree_arm_rounds_total", arm="tree@lookup") == 2
+    assert value(counted, "ddtree_arm_rounds_total", arm="off") == 1
 
 
 def test_answers_are_counted():
-    metrics = Metrics("m")
-    metrics.first(0.3)
-    metrics.queued(0.02)
+    counted = book()
+    metrics = counted.metrics
+    metrics.ttft.observe(0.3)
+    metrics.queue_time.observe(0.02)
     metrics.tokens(4, 0.08)
     stats = Stats(prompt_tokens=10, cached_tokens=6, output_tokens=5)
     metrics.ended("stop", stats, 0.4, 0.02)
     metrics.ended("cancelled", Stats(prompt_tokens=3), 0.1, None)
-    found = read(metrics)
+    found = read(counted)
     assert found["ddtree_requests_total"] == {
         (("finish_reason", "stop"),): 1, (("finish_reason", "cancelled"),): 1,
     }  # fmt: skip
@@ -113,48 +117,47 @@ def test_answers_are_counted():
 
 
 def test_gauges_time_switches_and_refusals_are_told():
-    metrics = Metrics("m")
-    rows = [3]
+    counted, rows = book(), [3]
+    metrics = counted.metrics
     metrics.gauge("rows_running", "Rows.", lambda: rows[0])
-    assert value(metrics, "ddtree_rows_running") == 3
+    assert value(counted, "ddtree_rows_running") == 3
     rows[0] = 4
-    assert value(metrics, "ddtree_rows_running") == 4
+    assert value(counted, "ddtree_rows_running") == 4
     metrics.spent({"draft": 0.5, "verify": 1.0})
-    metrics.switched("off", "tree@lookup")
-    metrics.refused("busy")
-    metrics.failed()
-    assert value(metrics, "ddtree_time_seconds_total", part="verify") == 1
-    assert value(metrics, "ddtree_arm_switches_total", before="off", after="tree@lookup") == 1
-    assert value(metrics, "ddtree_refused_total", reason="busy") == value(
-        metrics, "ddtree_engine_errors_total"
-    )
+    metrics.refused.labels(reason="busy").inc()
+    metrics.engine_errors.inc()
+    assert value(counted, "ddtree_time_seconds_total", part="verify") == 1
+    assert value(counted, "ddtree_refused_total", reason="busy") == 1
+    assert value(counted, "ddtree_engine_errors_total") == 1
+    policy = SimpleNamespace(state=lambda: {"groups": [controller(3), controller(5, 7)]})
+    for _ in range(2):
+        counted.look_at(policy, at_once=True)
+    # Each switch counts once, however often it is seen.
+    assert value(counted, "ddtree_arm_switches_total", before="off", after="tree@lookup") == 2
+    assert [switch["round"] for switch in counted.switches] == [3, 7]
+    assert [one["load"] for one in counted.controllers] == [3, 5]
+    assert [one["reason"] for one in counted.controllers] == ["faster", "faster"]
 
 
-def test_nothing_is_said_of_when_series_began():
-    metrics = Metrics("m")
-    metrics.round(a_round())
-    metrics.first(1.0)
-    assert "_created" not in metrics.text().decode()
-
-
-def test_two_servers_of_a_process_count_apart():
-    one, other = Metrics("m"), Metrics("m")
-    one.round(a_round())
-    assert value(other, "ddtree_rounds_total") == 0
+def controller(rows, last=3):
+    """A controller's state as the policy tells it: one switch, in round `last`."""
+    switch = {"round": last, "before": "off", "after": "tree@lookup", "reason": "faster"}
+    kind = {"method": "auto", "budget": "auto", "members": ["lookup"], "depth": 16, "sampled": False}
+    return {**kind, "rows": rows, "arm": "tree@lookup", "switches": [switch]}
 
 
 def test_rolling_figures_are_of_the_last_while():
     now = [0.0]
-    rolling = Rolling(lambda: now[0])
+    rolling = book(now=lambda: now[0])
     nothing = {"answers": 0, "ttft_p50": None, "tpot_p50": None}
-    assert rolling.figures() == {
+    assert rolling.window_stats() == {
         "tau": None, "tokens_per_second": None, "drafted": nothing, "plain": nothing, "by_arm": {},
     }  # fmt: skip
-    rolling.round(a_round())
+    rolling.add(a_round())
     for seconds in (1.0, 2.0, 9.0):
-        rolling.ended(seconds, seconds / 10, drafted=True)
-    rolling.ended(1.5, 0.6, drafted=False)
-    found = rolling.figures()
+        rolling.answer_ended(seconds, seconds / 10, drafted=True)
+    rolling.answer_ended(1.5, 0.6, drafted=False)
+    found = rolling.window_stats()
     assert (found["tau"], found["tokens_per_second"]) == (2.0, 8.0)
     assert found["drafted"] == {"answers": 3, "ttft_p50": 2.0, "tpot_p50": 0.2}
     assert found["plain"] == {"answers": 1, "ttft_p50": 1.5, "tpot_p50": 0.6}
@@ -164,20 +167,20 @@ def test_rolling_figures_are_of_the_last_while():
     }
     assert rolling.accepted_per_depth()[:3] == [1.0, 1.0, 0.0]  # of rounds that had a draft
     now[0] = 11.0
-    assert rolling.figures()["tau"] is None and rolling.figures()["by_arm"] == found["by_arm"]
+    assert rolling.window_stats()["tau"] is None and rolling.window_stats()["by_arm"] == found["by_arm"]
 
 
 def test_reports_are_throttled_and_lose_no_token():
     now, told = [0.0], []
-    reports = Reports(TokenTexts(None), lambda: now[0])
-    reports.round(a_round())
+    reports = book(now=lambda: now[0])
+    reports.add(a_round())
     stop = reports.watch(told.append)
     for _ in range(10):
         now[0] += 0.02
-        reports.round(a_round())
+        reports.add(a_round())
     assert 3 <= len(told) <= 5
     now[0] += 1
-    reports.round(a_round())
+    reports.add(a_round())
     assert sum(report["rounds"] for report in told) == 12 and sum(report["made"] for report in told) == 48
     last = told[-1]
     assert (last["rows"], last["arm"], last["accepted"], last["nodes"]) == (
@@ -198,12 +201,12 @@ def test_reports_are_throttled_and_lose_no_token():
     stop()
     stop()
     now[0] += 1
-    reports.round(a_round())
+    reports.add(a_round())
     assert told[-1] is last
 
 
 def test_a_drawn_tree_names_parts_of_characters_as_log_probabilities_do():
     texts = TokenTexts(talker.tokenizer())
-    reports = Reports(texts, lambda: 0.0)
-    reports.round(a_round())
+    reports = book(texts=texts)
+    reports.add(a_round())
     assert reports.tree["tokens"] == [texts(token)[0] for token in (7, 8, 9, 10)]

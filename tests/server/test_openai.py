@@ -9,8 +9,8 @@ import pytest
 import ddtree
 import fakes
 import talker
-from ddtree.server.limits import Limits
-from ddtree.server.worker import Service
+from ddtree.server.config import ServerLimits
+from ddtree.server.worker import EngineThread
 
 MESSAGES = [{"role": "user", "content": "To be, or not to be"}]
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 24}
@@ -23,19 +23,19 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def service():
+def worker():
     loaded = ddtree.load(talker.model(), tokenizer=talker.tokenizer(), max_rows=4, prefix_bytes=2**24)
-    service = Service(loaded, name="tiny", limits=Limits(max_waiting=16))
-    service.start()
-    assert service.wait_ready(60)
+    worker = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
+    worker.start()
+    assert worker.wait_ready(60)
     with loaded:
-        yield service
-        service.shutdown(0)
+        yield worker
+        worker.shutdown(0)
 
 
 @pytest.fixture(scope="module")
-def address(service):
-    with fakes.served(service) as address:
+def address(worker):
+    with fakes.served(worker) as address:
         yield address + "/v1"
 
 
@@ -46,17 +46,24 @@ def client(address):
 
 
 def answer(model, prompt=MESSAGES, **options):
+    """What the library answers."""
     return model.generate(prompt, **{"temperature": 0.0, "max_tokens": 24, **options})
 
 
-def test_models(client):
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
+@pytest.fixture
+def chat(client):
+    """Ask a chat of the server."""
+    return lambda **options: client.chat.completions.create(**{"messages": MESSAGES, **GREEDY, **options})
 
 
-def test_a_chat_is_the_librarys_answer(client, model):
-    expected = answer(model)
-    found = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+def text_of(chunks, index=0):
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+def test_a_chat_is_the_librarys_answer(client, chat, model):
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+    expected, found = answer(model), chat()
     (choice,) = found.choices
     assert (choice.message.content, choice.message.role) == (expected.text, "assistant")
     assert choice.finish_reason == expected.finish_reason
@@ -66,29 +73,21 @@ def test_a_chat_is_the_librarys_answer(client, model):
     assert found.object == "chat.completion" and found.model == "tiny" and found.id.startswith("chatcmpl-")
 
 
-def test_a_second_turn_is_the_librarys_answer_too(client, model):
-    turn = [
-        *MESSAGES,
-        {"role": "assistant", "content": answer(model).text},
-        {"role": "user", "content": "and?"},
-    ]
-    client.chat.completions.create(messages=MESSAGES, **GREEDY)
-    found = client.chat.completions.create(messages=turn, **GREEDY)
+def test_a_second_turn_is_the_librarys_answer_too(chat, model):
+    said = {"role": "assistant", "content": answer(model).text}
+    turn = [*MESSAGES, said, {"role": "user", "content": "and?"}]
+    chat()
+    found = chat(messages=turn)
     assert found.choices[0].message.content == answer(model, turn).text
     assert found.usage.prompt_tokens_details.cached_tokens > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"seed": 5, "temperature": 1.0, "top_p": 0.9}])
-def test_a_stream_is_the_same_text_in_pieces(client, model, options):
+def test_a_stream_is_the_same_text_in_pieces(chat, model, options):
     expected = answer(model, **options)
-    chunks = list(
-        client.chat.completions.create(
-            messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **{**GREEDY, **options}
-        )
-    )
+    chunks = list(chat(stream=True, stream_options={"include_usage": True}, **options))
     assert chunks[0].choices[0].delta.role == "assistant"
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == expected.text
+    assert text_of(chunks) == expected.text
     assert chunks[-2].choices[0].finish_reason == expected.finish_reason
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(expected.token_ids)
 
@@ -100,42 +99,32 @@ def test_the_streaming_helper_gathers_the_whole(client, model):
     assert whole.choices[0].message.content == text[: text.index(text[9:12])]
 
 
-def test_n_choices_have_seeds_in_a_row(client, model):
-    options = {"temperature": 1.0, "seed": 40}
-    found = client.chat.completions.create(messages=MESSAGES, n=3, **{**GREEDY, **options})
-    texts = [choice.message.content for choice in found.choices]
-    assert texts == [answer(model, temperature=1.0, seed=40 + i).text for i in range(3)]
-    assert [choice.index for choice in found.choices] == [0, 1, 2] and len(set(texts)) == 3
-    assert found.usage.prompt_tokens == len(answer(model).prompt_ids)
+def test_n_choices_have_seeds_in_a_row(chat, model):
+    options = {"temperature": 1.0, "seed": 40, "n": 3}
+    expected = [answer(model, temperature=1.0, seed=40 + i) for i in range(3)]
+    texts = [one.text for one in expected]
+    found = chat(**options)
+    assert [choice.message.content for choice in found.choices] == texts and len(set(texts)) == 3
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    assert found.usage.prompt_tokens == len(expected[0].prompt_ids)
+    chunks = list(chat(stream=True, **options))
+    assert [text_of(chunks, index) for index in range(3)] == texts
 
 
-def test_n_choices_in_a_stream(client, model):
-    parts = {}
-    options = {**GREEDY, "temperature": 1.0, "seed": 40}
-    for chunk in client.chat.completions.create(messages=MESSAGES, n=2, stream=True, **options):
-        for choice in chunk.choices:
-            parts[choice.index] = parts.get(choice.index, "") + (choice.delta.content or "")
-    assert parts == {i: answer(model, temperature=1.0, seed=40 + i).text for i in range(2)}
-
-
-def test_stop_strings_end_the_text_before_them(client, model):
+def test_stop_strings_end_the_text_before_them(chat, model):
     whole = answer(model).text
     stop = whole[4:6]
-    found = client.chat.completions.create(messages=MESSAGES, stop=[stop, "never there"], **GREEDY)
-    assert found.choices[0].message.content == whole[: whole.index(stop)]
-    assert found.choices[0].finish_reason == "stop"
-    kept = client.chat.completions.create(
-        messages=MESSAGES, stop=stop, extra_body={"include_stop_str_in_output": True}, **GREEDY
-    )
-    assert kept.choices[0].message.content == whole[: whole.index(stop)] + stop
-    streamed = client.chat.completions.create(messages=MESSAGES, stop=stop, stream=True, **GREEDY)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
-    assert text == whole[: whole.index(stop)]
+    text = whole[: whole.index(stop)]
+    (choice,) = chat(stop=[stop, "never there"]).choices
+    assert (choice.message.content, choice.finish_reason) == (text, "stop")
+    kept = chat(stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].message.content == text + stop
+    assert text_of(chat(stop=stop, stream=True)) == text
 
 
-def test_log_probabilities_of_chats(client, model):
+def test_log_probabilities_of_chats(chat, model):
     expected = answer(model, logprobs=3)
-    found = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, **GREEDY)
+    found = chat(logprobs=True, top_logprobs=3)
     content = found.choices[0].logprobs.content
     assert len(content) == len(expected.token_ids)
     for entry, other in zip(content, expected.logprobs, strict=True):
@@ -145,7 +134,7 @@ def test_log_probabilities_of_chats(client, model):
         )
     spelt = b"".join(bytes(entry.bytes) for entry in content if entry.token not in talker.SPECIAL)
     assert spelt.decode(errors="replace") == found.choices[0].message.content
-    streamed = client.chat.completions.create(messages=MESSAGES, logprobs=True, stream=True, **GREEDY)
+    streamed = chat(logprobs=True, stream=True)
     told = [entry for c in streamed if c.choices[0].logprobs for entry in c.choices[0].logprobs.content]
     assert [entry.token for entry in told] == [entry.token for entry in content]
 
@@ -236,40 +225,33 @@ def test_an_echo_alone_tells_of_the_prompt_and_of_nothing_else(client, model, st
         ({"max_completion_tokens": 5}, {"max_tokens": 5}),
     ],
 )  # fmt: skip
-def test_every_control_of_sampling_reaches_the_sampler(client, model, sent, meant):
+def test_every_control_of_sampling_reaches_the_sampler(chat, model, sent, meant):
     options = {"temperature": 1.0, "seed": 8}
-    found = client.chat.completions.create(messages=MESSAGES, extra_body=sent, **{**GREEDY, **options})
+    found = chat(extra_body=sent, **options)
     assert found.choices[0].message.content == answer(model, **options, **meant).text
 
 
-def test_drafting_changes_no_text_and_is_what_was_asked_for(client, model):
+def test_drafting_changes_no_text_and_is_what_was_asked_for(chat, model):
     expected = answer(model, max_tokens=40).text
-    for drafting in (
-        {"method": "off"},
-        {"method": "tree", "budget": 7, "depth": 3},
-        {"method": "chain", "budget": 4},
-    ):
-        found = client.chat.completions.create(
-            messages=MESSAGES,
-            extra_body={"ddtree": drafting, "ddtree_timings": True},
-            **{**GREEDY, "max_tokens": 40},
-        )
+    tree, chain = {"method": "tree", "budget": 7, "depth": 3}, {"method": "chain", "budget": 4}
+    for drafting in ({"method": "off"}, tree, chain):
+        found = chat(extra_body={"ddtree": drafting, "ddtree_timings": True}, max_tokens=40)
         assert found.choices[0].message.content == expected
         (timings,) = found.ddtree["timings"]
         assert all(arm.startswith(drafting["method"]) for arm in timings["arms"])
         assert timings["predicted_n"] == found.usage.completion_tokens
 
 
-def test_sampling_follows_the_models_own_config_unless_told_otherwise(service, model, client):
-    assert service.model.target.model.generation_config.temperature is None
+def test_sampling_follows_the_models_own_config_unless_told_otherwise(worker, model, client):
+    assert worker.model.target.model.generation_config.temperature is None
     sampled = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=3, max_tokens=24)
     assert sampled.choices[0].message.content == answer(model, temperature=1.0, seed=3).text
 
 
-def test_errors_are_the_clients_own(client, address):
+def test_errors_are_the_clients_own(client, chat):
     def refused(kind, **options):
         with pytest.raises(kind) as caught:
-            client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, **options})
+            chat(**options)
         return caught.value
 
     assert refused(openai.NotFoundError, model="other").code == "model_not_found"
@@ -283,13 +265,13 @@ def test_errors_are_the_clients_own(client, address):
     assert caught.value.param == "prompt"
 
 
-def test_a_full_queue_is_a_rate_limit(client, service):
+def test_a_full_queue_is_a_rate_limit(chat):
     """4 rows and 16 places: of 8 requests for 8 choices, some do not fit."""
     errors, texts = [], []
 
     def ask():
         try:
-            found = client.chat.completions.create(messages=MESSAGES, n=8, **{**GREEDY, "max_tokens": 120})
+            found = chat(n=8, max_tokens=120)
             texts.extend(choice.message.content for choice in found.choices)
         except openai.RateLimitError as error:
             errors.append(error)
@@ -303,13 +285,11 @@ def test_a_full_queue_is_a_rate_limit(client, service):
     assert len(texts) == 8 * (8 - len(errors)) and len(set(texts)) == 1
 
 
-def test_a_stream_that_is_closed_frees_its_row(client, service):
-    stream = client.chat.completions.create(
-        messages=MESSAGES, stream=True, extra_body={"ignore_eos": True}, **{**GREEDY, "max_tokens": 450}
-    )
+def test_a_stream_that_is_closed_frees_its_row(chat, worker):
+    stream = chat(stream=True, extra_body={"ignore_eos": True}, max_tokens=450)
     next(iter(stream))
     stream.close()
-    fakes.eventually(lambda: service.state()["rows"] == 0)
+    fakes.eventually(lambda: worker.state()["rows"] == 0)
 
 
 def test_streams_side_by_side_are_those_alone(address, model):

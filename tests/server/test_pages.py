@@ -7,23 +7,28 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from ddtree.server import pages
+import fakes
+from ddtree.server import app as application
 
-FOLDER = Path(pages.__file__).parent / "dashboard"
+FOLDER = Path(application.__file__).parent / "dashboard"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 SCRIPTS = {name: (FOLDER / name).read_text("utf-8") for name in NAMES if name.endswith(("js", "mjs"))}
 STYLES = {name: (FOLDER / name).read_text("utf-8") for name in NAMES if name.endswith(".css")}
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 PAGE = (FOLDER / "index.html").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
 def client():
-    app = FastAPI()
-    app.include_router(pages.router)
-    return TestClient(app)
+    return TestClient(application.create_app(fakes.FakeWorker()))
 
 
 class Elements(HTMLParser):
@@ -55,7 +60,7 @@ def test_the_page_is_at_the_root(client):
 def test_every_file_is_served_with_its_type(client, name):
     answer = client.get(f"/dashboard/{name}")
     assert answer.status_code == 200
-    assert answer.headers["content-type"] == pages.TYPES[Path(name).suffix]
+    assert answer.headers["content-type"] == TYPES[Path(name).suffix]
     assert answer.content == (FOLDER / name).read_bytes()
     assert answer.headers["x-content-type-options"] == "nosniff"
 
@@ -84,12 +89,10 @@ def test_head_tells_what_get_does(client):
     assert head.headers == get.headers
 
 
-@pytest.mark.parametrize(
-    "name", ["pages.py", "..%2Fpages.py", "%2e%2e/pages.py", "", "nothing.mjs", "app.mjs/"]
-)
+@pytest.mark.parametrize("name", ["app.py", "..%2Fapp.py", "%2e%2e/app.py", "", "nothing.mjs"])
 def test_nothing_else_is_served(client, name):
     assert client.get(f"/dashboard/{name}", follow_redirects=False).status_code in (404, 307)
-    assert client.get(f"/dashboard/{name}").content != (FOLDER.parent / "pages.py").read_bytes()
+    assert client.get(f"/dashboard/{name}").content != (FOLDER.parent / "app.py").read_bytes()
 
 
 @pytest.mark.parametrize("name", NAMES)

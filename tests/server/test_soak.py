@@ -15,8 +15,8 @@ import pytest
 import ddtree
 import fakes
 import talker
-from ddtree.server.limits import BusyError
-from ddtree.server.worker import Service
+from ddtree.server.handle import BusyError
+from ddtree.server.worker import EngineThread
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -35,9 +35,9 @@ def traffic(module, address, expected="hello"):
     return module.Traffic(address, None, [case], ["lookup"], 512, random.Random(0), deadline=5.0)
 
 
-def press(module, service, acts, expected="hello", seconds=0.5):
-    """Some acts alone on a service; gives the traffic."""
-    with fakes.served(service) as address:
+def press(module, worker, acts, expected="hello", seconds=0.5):
+    """Some acts alone on a worker; gives the traffic."""
+    with fakes.served(worker) as address:
         made = traffic(module, address, expected)
         made._acts = {getattr(made, f"_{name}"): 1 for name in acts}
         asyncio.run(made.run(2, seconds))
@@ -63,51 +63,48 @@ def test_a_tiny_model_bears_ten_seconds_of_everything(tmp_path):
 
 def test_answers_as_expected_pass_and_others_do_not(scripts):
     acts = ("whole", "stream", "break_off", "give_up", "half")
-    good = press(scripts[1], fakes.FakeService(), acts)
+    good = press(scripts[1], fakes.FakeWorker(), acts)
     assert not good.wrongs and good.counts["answers held against what they are alone"] > 1
-    bad = press(scripts[1], fakes.FakeService(), acts, expected="goodbye")
+    bad = press(scripts[1], fakes.FakeWorker(), acts, expected="goodbye")
     assert "another text than alone" in bad.wrongs[0] and bad.counts["wrong"] > 1
 
 
 def test_an_answer_that_breaks_off_is_wrong(scripts):
-    service = fakes.FakeService()
-    service.script = lambda asked, index: [
-        *fakes.said("hel")[:-1],
-        fakes.Event("", [], [], error=ValueError("x")),
-    ]
-    assert "500" in press(scripts[1], service, ["whole"]).wrongs[0]
-    assert "an error in a stream" in press(scripts[1], service, ["stream"]).wrongs[0]
+    worker = fakes.FakeWorker()
+    worker.script = lambda handle, index: [*fakes.said("hel")[:-1], fakes.TokenDelta(error=ValueError("x"))]
+    assert "500" in press(scripts[1], worker, ["whole"]).wrongs[0]
+    assert "an error in a stream" in press(scripts[1], worker, ["stream"]).wrongs[0]
 
 
 def test_an_answer_that_never_comes_is_lost(scripts, monkeypatch):
-    service = fakes.FakeService()
-    service.script = lambda asked, index: []
+    worker = fakes.FakeWorker()
+    worker.script = lambda handle, index: []
     monkeypatch.setattr(scripts[1].asyncio, "timeout", lambda _, real=asyncio.timeout: real(0.2))
-    assert scripts[1].TOOK in press(scripts[1], service, ["whole"], seconds=0.1).wrongs[0]
+    assert scripts[1].TOOK in press(scripts[1], worker, ["whole"], seconds=0.1).wrongs[0]
 
 
 def test_a_full_queue_is_waited_for(scripts):
-    service = fakes.FakeService()
-    service.refusal = BusyError("full", 0)
-    real = service.submit_all
+    worker = fakes.FakeWorker()
+    worker.refusal = BusyError("full", 0)
+    real = worker.submit
 
-    def later(asked):
+    def later(requests, queue):
         try:
-            return real(asked)
+            return real(requests, queue)
         finally:
-            service.refusal = None
+            worker.refusal = None
 
-    service.submit_all = later
-    made = press(scripts[1], service, ["whole"])
+    worker.submit = later
+    made = press(scripts[1], worker, ["whole"])
     assert not made.wrongs and made.counts["told to wait"] == 1
 
 
 def test_all_nonsense_is_refused_by_a_real_server(scripts):
     loaded = ddtree.load(talker.model(), "lookup", tokenizer=talker.tokenizer())
-    service = Service(loaded, name="tiny")
-    service.start()
-    assert service.wait_ready(60)
-    with loaded, fakes.served(service) as address, httpx.Client(base_url=address, timeout=60) as client:
+    worker = EngineThread(loaded, name="tiny")
+    worker.start()
+    assert worker.wait_ready(60)
+    with loaded, fakes.served(worker) as address, httpx.Client(base_url=address, timeout=60) as client:
         for method, path, content in scripts[1].nonsense(loaded.target.max_context):
             reply = client.request(
                 method, path, content=content, headers={"Content-Type": "application/json"}
@@ -117,14 +114,9 @@ def test_all_nonsense_is_refused_by_a_real_server(scripts):
 
 @pytest.mark.parametrize(
     "status, body, words",
-    [
-        (500, {}, "to nonsense"),
-        (200, {}, "to nonsense"),
-        (429, {}, "to nonsense"),
-        (400, {}, "another form"),
-        (400, {"error": "no"}, "another form"),
-    ],
-)
+    [(500, {}, "to nonsense"), (200, {}, "to nonsense"), (429, {}, "to nonsense"), (400, {}, "another form"),
+     (400, {"error": "no"}, "another form")],
+)  # fmt: skip
 def test_other_answers_to_nonsense_are_wrong(scripts, status, body, words):
     with pytest.raises(scripts[1].Wrong, match=words):
         traffic(scripts[1], "")._refusal(httpx.Response(status, json=body), b"{}")
@@ -134,14 +126,8 @@ def test_what_does_not_return_is_told(scripts):
     before = {"rows": 0, "waiting": 0, "kv_bytes": 0, "memory_mb": 400.0, "files": 9, "threads": 5}
     compare = scripts[0].compare
     assert compare(before, {**before, "memory_mb": 450.0, "files": 12}, slack=64.0) == []
-    for name, value in {
-        "rows": 1,
-        "waiting": 2,
-        "kv_bytes": 3,
-        "memory_mb": 500.0,
-        "files": 20,
-        "threads": 11,
-    }.items():
+    worse = {"rows": 1, "waiting": 2, "kv_bytes": 3, "memory_mb": 500.0, "files": 20, "threads": 11}
+    for name, value in worse.items():
         assert len(compare(before, {**before, name: value}, slack=64.0)) == 1, name
     assert scripts[0].engine_errors("x 1\nddtree_engine_errors_total 2.0\n") == ["2.0 rounds broke off"]
     assert scripts[0].engine_errors("ddtree_engine_errors_total 0.0\n") == []

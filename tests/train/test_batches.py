@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tiny
-from ddtree.train.batches import Batches, Draws, prefix_lengths, random_anchors
+from ddtree.train.batches import Batches, Draws, random_anchors, random_prefix_lengths
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
 
 
@@ -32,7 +32,7 @@ def test_a_batch_holds_its_conversations_with_anchors_in_their_answers(corpus):
     batch = batches(corpus)[3]
     for row, index in enumerate(batch.indices):
         start, length = corpus.span(index)
-        there = batch.known[row] >= 0
+        there = batch.prefix_lengths[row] >= 0
         anchors = batch.anchors[row][there].tolist()
         assert anchors == sorted(set(anchors))
         assert len(anchors) == min(16, length - 1 - start)
@@ -48,7 +48,7 @@ def test_a_batch_is_a_function_of_seed_and_number(corpus):
     first, again = batches(corpus, prefix_share=0.5), batches(corpus, prefix_share=0.5)
     list(again.ahead(iter(range(40))))
     for number in (0, 7, 35):
-        for name in ("tokens", "anchors", "known"):
+        for name in ("tokens", "anchors", "prefix_lengths"):
             assert getattr(first[number], name).equal(getattr(again[number], name))
     assert not first[0].tokens.equal(batches(corpus, seed=1)[0].tokens)
 
@@ -88,7 +88,7 @@ def test_held_out_conversations_have_an_anchor_at_every_so_many_tokens(corpus):
     for batch in looked:
         for row, index in enumerate(batch.indices):
             start, length = corpus.span(index)
-            anchors = batch.anchors[row][batch.known[row] >= 0].tolist()
+            anchors = batch.anchors[row][batch.prefix_lengths[row] >= 0].tolist()
             assert anchors == list(range(start, length - 1, 3))
 
 
@@ -103,7 +103,7 @@ def test_anchors_are_distinct_answer_positions_with_a_token_after_them():
 def test_prefix_lengths_are_truncated_geometric():
     anchors = np.zeros(60_000, np.int64)
     settings = draws(block=6, prefix_share=0.5, prefix_decay=0.7)
-    known = prefix_lengths(anchors, 1000, settings, np.random.default_rng(0))
+    known = random_prefix_lengths(anchors, 1000, settings, np.random.default_rng(0))
     shares = np.bincount(known, minlength=6) / len(known)
     expected = 0.7 ** np.arange(1, 5)
     np.testing.assert_allclose(shares[1:5], 0.5 * expected / expected.sum(), atol=0.01)
@@ -113,10 +113,10 @@ def test_prefix_lengths_are_truncated_geometric():
 
 def test_prefixes_leave_a_token_of_the_text_to_predict():
     anchors = np.arange(10, 20)
-    known = prefix_lengths(anchors, 21, draws(block=8, prefix_share=1.0), np.random.default_rng(0))
+    known = random_prefix_lengths(anchors, 21, draws(block=8, prefix_share=1.0), np.random.default_rng(0))
     assert (anchors + known + 1 <= 20).all()
     assert known[-1] == 0
 
 
 def test_no_prefixes_by_default():
-    assert not prefix_lengths(np.arange(10), 50, draws(), np.random.default_rng(0)).any()
+    assert not random_prefix_lengths(np.arange(10), 50, draws(), np.random.default_rng(0)).any()

@@ -26,27 +26,27 @@ def test_a_block_is_its_anchor_and_masks_at_the_following_positions():
     assert blocks.tokens.tolist() == [[103, 7, 7, 7, 109, 7, 7, 7]]
     assert blocks.positions.tolist() == [[3, 4, 5, 6, 9, 10, 11, 12]]
     assert blocks.labels.tolist() == [[[104, 105, 106], [110, 111, 112]]]
-    assert blocks.inside.all()
+    assert blocks.in_text.all()
     assert blocks.context == 9
 
 
 def test_labels_beyond_a_conversations_end_are_ignored():
     blocks = pack(batch([[18], [14]], lengths=[20, 16]), block=4, mask_id=7)
     assert blocks.labels.tolist() == [[[119, IGNORED, IGNORED]], [[115, IGNORED, IGNORED]]]
-    assert blocks.inside.tolist() == [[[True, False, False]], [[True, False, False]]]
+    assert blocks.in_text.tolist() == [[[True, False, False]], [[True, False, False]]]
 
 
 def test_given_tokens_follow_the_anchor_and_are_not_predicted():
     blocks = pack(batch([[3, 9]], known=[[2, 0]]), block=4, mask_id=7)
     assert blocks.tokens.tolist() == [[103, 104, 105, 7, 109, 7, 7, 7]]
     assert blocks.labels.tolist() == [[[IGNORED, IGNORED, 106], [110, 111, 112]]]
-    assert blocks.known.tolist() == [[2, 0]]
+    assert blocks.prefix_lengths.tolist() == [[2, 0]]
 
 
 def test_a_block_that_is_not_there_predicts_nothing():
     blocks = pack(batch([[3, 0]], known=[[0, -1]]), block=4, mask_id=7)
     assert blocks.labels[0, 1].tolist() == [IGNORED] * 3
-    assert not blocks.inside[0, 1].any()
+    assert not blocks.in_text[0, 1].any()
     # It sees its own slots, so that its attention is defined.
     assert blocks.mask[0, 4:].any(dim=1).all()
 

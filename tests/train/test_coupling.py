@@ -11,7 +11,7 @@ from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN
 from ddtree.sampling.sampler import Noise
-from ddtree.train.coupling import _Traces, fit_coupling, fit_traces
+from ddtree.train.coupling import _TraceRecorder, fit_coupling, fit_traces
 
 
 def traces(error, positions=1500, vocab=50):
@@ -68,7 +68,7 @@ def test_greedy_decoding_has_no_noise_to_fit():
 
 
 def test_a_head_is_asked_for_its_view_of_the_path_that_was_taken():
-    traces = _Traces(tiny.drafter("markov", tiny.model("llama")), 1.0)
+    traces = _TraceRecorder(tiny.drafter("markov", tiny.model("llama")), 1.0)
     noise = Noise(0, tiny.VOCAB)
     for tokens in ([5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9]):
         row = DraftRow(tokens, budget=4, depth=0 if len(tokens) == 5 else 2, noise=noise, temperature=1.0)

@@ -4,45 +4,28 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from ddtree.train.distributed import Group, gradients, local_device
+from ddtree.errors import ConfigError
+from ddtree.train.distributed import Group, gradients, local_device, wants_fsdp
 
-HERE = Path(__file__).parents[1]
 _SCRIPT = """
 import sys
-import torch
-from dataclasses import replace
-from pathlib import Path
-from ddtree.train.drafter_job import DrafterJob
-from ddtree.train.fit import Fit
-from ddtree.train.group import Group
-from ddtree.train.teacher import Teacher
-import test_train_heads as shared
-
-work, accumulate = Path(sys.argv[1]), int(sys.argv[2])
-target = shared.Target(shared.tiny.model(num_hidden_layers=4))
-corpus = shared.Corpus(work / "answers", held_out=0.2)
-layers = shared.feature_layers(target, 2)
-shape = shared.draft_config(target, layers, draft_layers=2, block=4, mask_id=47)
-[example] = corpus.examples(corpus.train[:1], target, layers)
-net = shared.initial_net(target, shape, example)
-config = replace(shared.CONFIG, steps=4, conversations=3, accumulate=accumulate, evaluate_every=2, loss="dpace")
-job = DrafterJob(net, shared.vocabulary(target), target.embed.weight.detach(), config.objective)
-group = Group.join(target.device)
-folder = work / f"fit{group.size}"
-fit = Fit(job, corpus, folder, config, target.device, Teacher(target, layers), group)
-best = fit.run()["dflash"]
-weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-torch.save([weights, best.loss, best.chain], work / f"weights{group.size}-{group.rank}.pt")
-group.leave()
+from ddtree.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
-def network():
+def start(*options, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, *map(str, options)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def launcher():
     """What a launcher tells two processes that shall meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -50,41 +33,79 @@ def network():
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
 
 
-def start(work, accumulate, **environment):
-    code = [sys.executable, "-c", _SCRIPT, str(work), str(accumulate)]
-    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        code, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
-    )
-
-
 @pytest.mark.exhaustive
-def test_two_processes_do_what_one_does_in_two_passes(tmp_path):
-    import test_train_heads as shared
-
-    shared.write_answers(tmp_path / "answers")
-    meeting = network()
-    running = [start(tmp_path, 1, RANK=str(rank), **meeting) for rank in range(2)]
-    running.append(start(tmp_path, 2))
-    assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
-    alone, loss, chain = torch.load(tmp_path / "weights1-0.pt")
-    for rank in range(2):
-        weights, own, tau = torch.load(tmp_path / f"weights2-{rank}.pt")
-        torch.testing.assert_close(weights, alone, rtol=1e-3, atol=1e-4)
-        assert own == pytest.approx(loss, rel=1e-3)
-        assert tau == pytest.approx(chain, rel=1e-3)
+def test_two_processes_do_what_one_does_in_two_passes(chat_target, tmp_path):
+    both, one = tmp_path / "both", tmp_path / "one"
+    made = ["--target", chat_target, "--tokens=600", "--rows=12", "--max-answer=30"]
+    fit = ["--block=4", "--steps=4", "--evaluate-every=2", "--conversations=3", "--loss=dpace", "--ema=0.5"]
+    rest = ["--features=online", "--traces=2", "--heads", "markov:rank=4", "--head-steps=2"]
+    for work in (both, one):
+        assert start("synthesize", *made, "--work", work).wait(timeout=300) == 0
+    for step in ("fit", "heads"):
+        meeting = launcher()
+        options = [step, *made, *fit, *rest]
+        running = [
+            start(*options, "--work", both, RANK=str(rank), LOCAL_RANK=str(rank), **meeting)
+            for rank in (0, 1)
+        ]
+        running.append(start(*options, "--work", one, "--accumulate=2"))
+        assert [process.wait(timeout=300) for process in running] == [0, 0, 0]
+    for name in ("fit/dflash.pt", "heads/markov.pt"):
+        ours, theirs = (torch.load(work / name, weights_only=True) for work in (both, one))
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[key], rtol=1e-3, atol=1e-4)
     # Only the main process writes.
-    assert (tmp_path / "fit2" / "log.jsonl").read_text().count("\n") == 2
+    assert (both / "fit" / "log.jsonl").read_text().count("\n") == 2
 
 
 def test_a_process_without_a_launcher_is_alone(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     group = Group.join(torch.device("cpu"))
-    assert (group.rank, group.size, group.main) == (0, 1, True)
-    assert group.agree(3.5, torch.device("cpu")) == 3.5
+    assert (group.rank, group.size, group.main, group.sharded) == (0, 1, True, False)
+    assert (group.from_main(3.5), group.largest(7)) == (3.5, 7)
     tensor = torch.ones(2)
-    group.add([tensor])
+    group.sum([tensor])
     assert tensor.tolist() == [1, 1]
+
+
+class Doubling:
+    """Plays the accelerator of two processes that hold the same."""
+
+    process_index, num_processes, is_fsdp2 = 1, 2, False
+
+    def reduce(self, tensor, reduction):
+        assert reduction == "sum"
+        return 2 * tensor
+
+
+def test_tensors_of_any_shape_are_summed_in_place():
+    group = Group(Doubling())
+    assert (group.rank, group.size, group.main) == (1, 2, False)
+    tensors = [torch.tensor(1.0), torch.ones(2, 3), torch.zeros(0), torch.full((2,), 5.0)]
+    group.sum(tensors)
+    assert [tensor.tolist() for tensor in tensors] == [2.0, [[2.0] * 3] * 2, [], [10.0, 10.0]]
+
+
+def test_several_processes_without_accelerate_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("ddtree.train.distributed.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'ddtree\[train\]'"):
+        Group.join(torch.device("cpu"))
+
+
+def test_sharding_needs_several_gpus(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (wants_fsdp(False, cpu), wants_fsdp(False, gpu), wants_fsdp(True, gpu)) == (False, False, True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert wants_fsdp(False, gpu)
+    with pytest.raises(ConfigError, match="here is 2 on cpu: start several with torchrun"):
+        wants_fsdp(False, cpu)
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ConfigError, match="here is 1 on cuda"):
+        wants_fsdp(False, gpu)
 
 
 def test_each_process_on_a_machine_has_its_own_gpu(monkeypatch):
@@ -94,7 +115,7 @@ def test_each_process_on_a_machine_has_its_own_gpu(monkeypatch):
     assert local_device("cuda") == "cuda"
 
 
-def test_parameters_without_a_gradient_are_added_up_too():
+def test_parameters_without_a_gradient_are_summed_too():
     net = torch.nn.Linear(2, 2).requires_grad_(True)
     net.weight.grad = torch.ones(2, 2)
     assert [gradient.sum().item() for gradient in gradients(net)] == [4.0, 0.0]

@@ -114,7 +114,12 @@ def test_a_batch_is_the_sum_of_its_conversations():
     together, gradient = measure(states(), SOME, objective)
     alone, own = measure(states()[:1], SOME, objective, batch=first())
     rest = replace(
-        BATCH, tokens=TEXTS[1:], lengths=LENGTHS[1:], anchors=ANCHORS[1:], known=KNOWN[1:], indices=[1]
+        BATCH,
+        tokens=TEXTS[1:],
+        lengths=LENGTHS[1:],
+        anchors=ANCHORS[1:],
+        prefix_lengths=KNOWN[1:],
+        indices=[1],
     )
     blocks = pack(rest, block=4, mask_id=0)
     other, others = head_loss(states()[1:], rest, blocks, HIDDEN[1:], SOME, objective)
@@ -136,7 +141,7 @@ def test_a_blocks_gradient_does_not_depend_on_the_blocks_beside_it():
 def test_soft_loss_is_least_when_the_drafter_equals_the_target():
     places = ANCHORS[0, :2, None] + torch.arange(3)
     same = HIDDEN[0][places][None]
-    batch = first(anchors=ANCHORS[:1, :2], known=KNOWN[:1, :2])
+    batch = first(anchors=ANCHORS[:1, :2], prefix_lengths=KNOWN[:1, :2])
     best, gradient = measure(same, ALL, Objective("kl"), batch=batch)
     torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-6)
     for seed in range(3):
@@ -148,7 +153,7 @@ def test_tokens_outside_the_draft_vocabulary_do_not_count():
     vocabulary = Vocabulary(torch.tensor([1, 3, 4, 5]), HEAD)
     assert vocabulary.index(torch.tensor([5, 9, 1, IGNORED])).tolist() == [3, IGNORED, 0, IGNORED]
     # Followed by 9, 2, 6: none of them in the vocabulary.
-    batch = first(anchors=torch.tensor([[4]]), known=torch.tensor([[0]]))
+    batch = first(anchors=torch.tensor([[4]]), prefix_lengths=torch.tensor([[0]]))
     sums, derived = measure(states()[:1, :1], vocabulary, Objective("ce", soft=0.5), batch=batch)
     assert sums.values[:4].tolist() == [0.0] * 4
     assert not derived.any()
@@ -163,7 +168,7 @@ def test_draft_logits_are_those_rows_of_the_targets_head():
 
 def test_a_chain_is_accepted_up_to_its_first_wrong_slot():
     head = torch.eye(20)
-    batch = first(anchors=torch.tensor([[2, 5]]), known=torch.tensor([[0, 0]]))
+    batch = first(anchors=torch.tensor([[2, 5]]), prefix_lengths=torch.tensor([[0, 0]]))
     blocks = pack(batch, block=4, mask_id=0)
     given = head[blocks.labels]
     given[0, 0, 1] = 0.0
@@ -172,7 +177,7 @@ def test_a_chain_is_accepted_up_to_its_first_wrong_slot():
 
 
 def test_dpace_weights_are_the_slope_of_the_expected_length():
-    batch = first(anchors=torch.tensor([[2, 10]]), known=torch.tensor([[0, 0]]))
+    batch = first(anchors=torch.tensor([[2, 10]]), prefix_lengths=torch.tensor([[0, 0]]))
     labels = labels_of(batch, pack(batch, block=4, mask_id=0), ALL)
     chances = torch.tensor([[0.5, 0.2, 0.9], [0.3, 0.6, 0.6]], requires_grad=True)
     # The second block has one slot within the text.

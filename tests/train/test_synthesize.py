@@ -17,10 +17,13 @@ from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.train import synthesize
 from ddtree.train.data import read_shard, shard_indices, shard_path
-from ddtree.train.synthesize import SynthesisConfig, Synthesizer, Template
+from ddtree.train.options import add_options
+from ddtree.train.steps import synthesis_config
+from ddtree.train.synthesize import SynthesisConfig, Synthesizer
+from ddtree.train.user_messages import ChatTemplate
 
 EOS = 5
-TEMPLATE = Template(prefix=[1, 7, 9], middle=[EOS, 3, 11])
+TEMPLATE = ChatTemplate(prefix=[1, 7, 9], middle=[EOS, 3, 11])
 CONFIG = SynthesisConfig(tokens=400, rows=8, max_turn=60, max_answer=24, seed=3)
 
 
@@ -99,8 +102,9 @@ def test_a_lost_shard_is_made_again_and_the_others_are_kept(target, tmp_path):
 
 
 def test_a_model_that_ends_no_turn_is_refused(tmp_path):
-    target = Target(tiny.model())
-    template = Template(prefix=[1], middle=[tiny.VOCAB + 1])
+    target = Target(tiny.model(eos_token_id=EOS))
+    target.head.weight.data[EOS] = 0.0  # its score is never the highest
+    template = ChatTemplate(prefix=[1], middle=[EOS])
     with pytest.raises(ConfigError, match="ends no user turn"):
         Synthesizer(target, template, tmp_path, replace(CONFIG, rows=2, max_turn=4)).run()
 
@@ -147,7 +151,7 @@ def talking():
 def test_given_turns_are_answered_in_waves_whatever_was_killed(talking, tmp_path):
     turns = [" ".join(f"w{t}" for t in tiny.prompt(2 + n % 5, n) if t != EOS) for n in range(20)]
     config = replace(CONFIG, tokens=10**6)
-    assert Template.of(talking.tokenizer) == TEMPLATE
+    assert ChatTemplate.of(talking.tokenizer) == TEMPLATE
     made = Synthesizer(talking, TEMPLATE, tmp_path / "whole", config, turns).run()
     found = shards(tmp_path / "whole")
     assert len(found) == 3
@@ -183,7 +187,7 @@ def test_given_turns_and_own_ones_do_not_mix_in_a_folder(talking, tmp_path):
 )
 def test_a_gpu_gets_more_rows_unless_told(given, device, rows):
     parser = argparse.ArgumentParser()
-    synthesize.add_arguments(parser)
+    add_options(parser, SynthesisConfig)
     args = parser.parse_args(["--tokens", "5", *(f"--rows={n}" for n in given)])
-    config = synthesize.synthesis_config(args, torch.device(device))
+    config = synthesis_config(args, torch.device(device))
     assert (config.rows, config.tokens) == (rows, 5)

@@ -8,42 +8,36 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
-import tiny
 from ddtree.cli import main
 from ddtree.drafters.dflash.checkpoint import read
-from ddtree.drafters.dflash.files import read_head
+from ddtree.drafters.dflash.head_checkpoint import read_head
 from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.train.cli import add_arguments, run
 from ddtree.train.data import shard_indices, shard_path
-from ddtree.train.synthesize import Template
+from ddtree.train.steps import build_heads
 
 EOS = 5
-CHAT = (
-    "{% for m in messages %}<s> w7 {{ m['content'] }} <e> {% endfor %}"
-    "{% if add_generation_prompt %}w9 w10{% endif %}"
-)
+
+
+@pytest.fixture
+def target(chat_target):
+    return chat_target
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    words = {"<s>": 1, "<e>": EOS, "<mask>": 46, "<unused>": 47} | {
-        f"w{i}": i for i in range(tiny.VOCAB) if i not in (1, EOS, 46, 47)
-    }
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", bos_token="<s>")
-    wrapped.chat_template = CHAT
-    wrapped.save_pretrained(folder)
-    model = tiny.model(num_hidden_layers=4, eos_token_id=EOS, initializer_range=0.15)
-    model.save_pretrained(folder)
-    return folder
+def answers(chat_target, tmp_path_factory):
+    """A work folder after the step `synthesize`."""
+    work = tmp_path_factory.mktemp("answers")
+    run(arguments(chat_target, work, "synthesize"))
+    return work
+
+
+@pytest.fixture
+def work(answers, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(answers, tmp_path / "work")
 
 
 def arguments(target, work, *more):
@@ -77,9 +71,8 @@ def test_all_steps_make_a_drafter_that_reads_back(target, tmp_path, capsys):
     assert re.search("held-out, T=[01], dflash: chain", capsys.readouterr().out)
 
 
-def test_heads_are_trained_beside_the_drafter_and_exported_with_it(target, tmp_path, capsys):
-    work, out = tmp_path / "work", tmp_path / "out"
-    run(arguments(target, work, "synthesize"))
+def test_heads_are_trained_beside_the_drafter_and_exported_with_it(target, work, tmp_path, capsys):
+    out = tmp_path / "out"
     run(arguments(target, work, "fit", "--prefix-share=0.5", "--features=online", "--traces=0"))
     backbone = _weights(work)
     heads = [
@@ -108,18 +101,17 @@ def test_heads_are_trained_beside_the_drafter_and_exported_with_it(target, tmp_p
     assert summary["heads"]["markov"]["loss"] == "kl"
 
 
-def test_features_are_stored_where_they_are_asked_for(target, tmp_path):
-    answers = tmp_path / "answers"
-    run(arguments(target, tmp_path, "synthesize"))
-    run(arguments(target, tmp_path, "fit", "--features=online", "--traces=0"))
+def test_features_are_stored_where_they_are_asked_for(target, work):
+    answers = work / "answers"
+    run(arguments(target, work, "fit", "--features=online", "--traces=0"))
     assert not list(answers.glob("*.npy"))
-    run(arguments(target, tmp_path, "features"))
+    run(arguments(target, work, "features"))
     assert len(list(answers.glob("feats*.npy"))) == len(shard_indices(answers))
-    online = _weights(tmp_path)
-    shutil.rmtree(tmp_path / "fit")
-    run(arguments(target, tmp_path, "fit", "--features=cached", "--traces=0"))
+    online = _weights(work)
+    shutil.rmtree(work / "fit")
+    run(arguments(target, work, "fit", "--features=cached", "--traces=0"))
     # Features on the disk have sixteen bits, and here the target has thirty-two.
-    ours, theirs = (load(data)["fc.weight"].float() for data in (online, _weights(tmp_path)))
+    ours, theirs = (load(data)["fc.weight"].float() for data in (online, _weights(work)))
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.01)
 
 
@@ -128,30 +120,31 @@ def _weights(work):
 
 
 @pytest.mark.parametrize(
-    ("heads", "message"),
-    [([], "name the heads"), (["gru"], "gru"), (["markov:rank=x"], "rank=x is not NAME")],
+    ("specs", "message"),
+    [(["gru"], "gru"), (["markov:rank=x"], "rank=x is not NAME"), (["domino", "domino"], "at most once")],
 )
-def test_heads_that_are_none_are_named(target, tmp_path, heads, message):
-    work = tmp_path / "work"
-    run(arguments(target, work, "synthesize"))
-    run(arguments(target, work, "fit", "--steps=1"))
+def test_heads_that_are_none_are_named(specs, message):
     with pytest.raises(ConfigError, match=message):
-        run(arguments(target, work, "heads", *(["--heads", *heads] if heads else [])))
+        build_heads(specs, 32, 16, seed=0)
 
 
-def test_finished_steps_are_not_done_again(target, tmp_path):
+def test_the_step_heads_wants_some_named(target, work):
+    with pytest.raises(ConfigError, match="name the heads"):
+        run(arguments(target, work, "heads"))
+
+
+def test_finished_steps_are_not_done_again(target, work):
     def times():
-        folder = tmp_path / "answers"
+        folder = work / "answers"
         return {i: shard_path(folder, i).stat().st_mtime_ns for i in shard_indices(folder)}
 
-    run(arguments(target, tmp_path, "synthesize"))
     made = times()
-    run(arguments(target, tmp_path, "synthesize"))
+    run(arguments(target, work, "synthesize"))
     assert times() == made
-    run(arguments(target, tmp_path, "fit"))
-    state = (tmp_path / "fit" / "fit.pt").stat().st_mtime_ns
-    run(arguments(target, tmp_path, "fit"))
-    assert (tmp_path / "fit" / "fit.pt").stat().st_mtime_ns == state
+    run(arguments(target, work, "fit"))
+    state = (work / "fit" / "fit.pt").stat().st_mtime_ns
+    run(arguments(target, work, "fit"))
+    assert (work / "fit" / "fit.pt").stat().st_mtime_ns == state
 
 
 @pytest.mark.parametrize(
@@ -183,8 +176,3 @@ def test_a_damaged_target_is_one_line(target, tmp_path, capsys):
 def test_a_device_that_is_not_there_is_named(target, tmp_path):
     with pytest.raises(ConfigError, match="unknown device 'toaster'"):
         run(arguments(target, tmp_path, "synthesize", "--device=toaster"))
-
-
-def test_a_template_is_cut_around_the_users_text(target):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
-    assert Template.of(tokenizer) == Template(prefix=[1, 7], middle=[EOS, 9, 10])

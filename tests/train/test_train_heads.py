@@ -14,13 +14,13 @@ from ddtree.model.target import Target
 from ddtree.train.batches import Draws, collate
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
 from ddtree.train.initial import draft_config, feature_layers, initial_net
-from ddtree.train.jobs import HeadsJob, TrainingTrunk
+from ddtree.train.jobs import HeadsJob, TrainingBackbone
 from ddtree.train.loss import Objective, Vocabulary
-from ddtree.train.steps import made
-from ddtree.train.trainer import Fit, FitConfig
+from ddtree.train.steps import build_heads
+from ddtree.train.trainer import TrainConfig, Trainer
 
 IDS = torch.arange(0, tiny.VOCAB, 2)
-CONFIG = FitConfig(
+CONFIG = TrainConfig(
     steps=60, conversations=8, anchors=8, evaluate_every=60, patience=0, learning_rate=1e-2, weight_decay=0.0
 )
 
@@ -73,7 +73,7 @@ def batch_of(corpus):
 
 
 def test_the_trunk_is_the_one_that_heads_draft_on(target, net):
-    ours = TrainingTrunk(net, vocabulary(target), target.embed.weight.detach())
+    ours = TrainingBackbone(net, vocabulary(target), target.embed.weight.detach())
     theirs = Backbone(net, target, draft_ids=IDS)
     tokens = torch.arange(12).view(3, 4)
     assert ours.index(tokens).equal(theirs.index(tokens))
@@ -87,7 +87,7 @@ def test_the_trunk_is_the_one_that_heads_draft_on(target, net):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("objective", [Objective("ce", soft=0.3), Objective("kl")], ids=["ce", "kl"])
 def test_a_heads_gradient_is_autograds(target, corpus, net, kind, objective):
-    [(_, head)] = made([kind], 32, len(IDS), seed=0).items()
+    [(_, head)] = build_heads([kind], 32, len(IDS), seed=0).items()
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     batch = batch_of(corpus)
@@ -127,26 +127,26 @@ def _padded(text):
 
 
 def test_heads_learn_what_the_drafter_cannot_know(target, corpus, net, tmp_path):
-    heads = made(list(KINDS), 32, len(IDS), seed=0)
+    heads = build_heads(list(KINDS), 32, len(IDS), seed=0)
     frozen = {name: value.clone() for name, value in net.state_dict().items()}
     job = job_of(target, net, heads)
-    fit = Fit(job, corpus, tmp_path, CONFIG, target.device)
-    before = fit.look()
-    assert len({round(look.chain, 6) for look in before.values()}) == 1  # an untrained head corrects nothing
+    fit = Trainer(job, corpus, tmp_path, CONFIG, target.device)
+    before = fit.evaluate()
+    assert len({round(look.tau, 6) for look in before.values()}) == 1  # an untrained head corrects nothing
     after = fit.run()
     for kind in KINDS:
         # The token before a slot determines it; Domino leaves the first to the drafter.
-        assert after[kind].chain > before[kind].chain + (0.1 if kind == "domino" else 0.5)
+        assert after[kind].tau > before[kind].tau + (0.1 if kind == "domino" else 0.5)
         assert after[kind].loss < 0.7 * before[kind].loss
     assert all(torch.equal(value, frozen[name]) for name, value in net.state_dict().items())
 
 
 def test_heads_trained_together_are_those_trained_alone(target, corpus, net, tmp_path):
     config = replace(CONFIG, steps=4)
-    together = made(["markov", "treeflash"], 32, len(IDS), seed=0)
-    Fit(job_of(target, net, together), corpus, tmp_path / "both", config, target.device).run()
-    alone = made(["treeflash"], 32, len(IDS), seed=0)
-    Fit(job_of(target, net, alone), corpus, tmp_path / "one", config, target.device).run()
+    together = build_heads(["markov", "treeflash"], 32, len(IDS), seed=0)
+    Trainer(job_of(target, net, together), corpus, tmp_path / "both", config, target.device).run()
+    alone = build_heads(["treeflash"], 32, len(IDS), seed=0)
+    Trainer(job_of(target, net, alone), corpus, tmp_path / "one", config, target.device).run()
     for ours, theirs in zip(together["treeflash"].parameters(), alone["treeflash"].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -155,13 +155,13 @@ def test_killed_heads_taken_up_again_end_the_same(target, corpus, net, tmp_path)
     config = replace(CONFIG, steps=6, evaluate_every=2)
 
     def trained(folder, kill_at=None):
-        heads = made(["markov:confidence=32", "domino"], 32, len(IDS), seed=0)
+        heads = build_heads(["markov:confidence=32", "domino"], 32, len(IDS), seed=0)
 
         def report(progress):
             if progress.step == kill_at:
                 raise KeyboardInterrupt
 
-        Fit(job_of(target, net, heads), corpus, tmp_path / folder, config, target.device).run(report)
+        Trainer(job_of(target, net, heads), corpus, tmp_path / folder, config, target.device).run(report)
         return torch.cat([p.detach().flatten() for head in heads.values() for p in head.parameters()])
 
     whole = trained("whole")
@@ -174,8 +174,8 @@ def test_heads_of_another_drafter_are_not_taken_up(target, corpus, net, tmp_path
     config = replace(CONFIG, steps=2, evaluate_every=2)
 
     def fit():
-        job = job_of(target, net, made(["markov"], 32, len(IDS), seed=0))
-        return Fit(job, corpus, tmp_path, config, target.device)
+        job = job_of(target, net, build_heads(["markov"], 32, len(IDS), seed=0))
+        return Trainer(job, corpus, tmp_path, config, target.device)
 
     fit().run()
     fit().run()
@@ -185,15 +185,16 @@ def test_heads_of_another_drafter_are_not_taken_up(target, corpus, net, tmp_path
         fit().run()
 
 
+@pytest.mark.slow
 def test_the_confidence_head_learns_the_overlap_with_the_target(target, corpus, net, tmp_path):
     head = create("markov", size=len(IDS), rank=8, confidence=32)
     job = job_of(target, net, {"markov": head})
-    Fit(job, corpus, tmp_path, replace(CONFIG, steps=200, evaluate_every=200), target.device).run()
+    Trainer(job, corpus, tmp_path, replace(CONFIG, steps=200, evaluate_every=200), target.device).run()
     indices, anchors = corpus.train[:30], np.arange(7, 15)
     places, known = [anchors] * 30, [np.zeros_like(anchors)] * 30
     batch = collate(corpus, indices, places, known, Draws(30, 8, 4), cached=True)
     states, previous, _ = job._states(batch, batch.features)
-    trunk = TrainingTrunk(net, vocabulary(target), target.embed.weight.detach())
+    trunk = TrainingBackbone(net, vocabulary(target), target.embed.weight.detach())
     with torch.no_grad():
         own = head(trunk, states, previous).softmax(-1)
         said = head.confidence(trunk, states, previous).sigmoid()

@@ -21,12 +21,11 @@ from ddtree.train.features import Teacher
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
 from ddtree.train.jobs import DrafterJob
 from ddtree.train.loss import Objective, Vocabulary, head_loss
-from ddtree.train.trainer import Clock as Schedule
-from ddtree.train.trainer import Fit, FitConfig, learning_rate, read_log
+from ddtree.train.trainer import Schedule, TrainConfig, Trainer, read_log
 
 PREFIX = [1, 7]
 MASK = 47
-CONFIG = FitConfig(
+CONFIG = TrainConfig(
     steps=12, conversations=2, anchors=6, evaluate_every=4, patience=0, learning_rate=5e-3, weight_decay=0.0
 )
 
@@ -67,7 +66,7 @@ def vocabulary(target):
 
 def fitting(target, corpus, net, folder, config=CONFIG):
     job = DrafterJob(net, vocabulary(target), embedding(target), config.objective)
-    return Fit(job, corpus, folder, config, target.device)
+    return Trainer(job, corpus, folder, config, target.device)
 
 
 def weights(net):
@@ -183,10 +182,10 @@ def test_features_computed_in_the_step_are_those_of_the_disk(target, corpus):
 def test_a_small_drafter_learns_a_small_set_by_heart(target, corpus, net, tmp_path):
     config = replace(CONFIG, steps=250, conversations=8, evaluate_every=250, soft=0.0, learning_rate=2e-2)
     fit = fitting(target, corpus, net, tmp_path, config)
-    before = fit.look(every=1)["dflash"]
+    before = fit.evaluate(every=1)["dflash"]
     after = fit.run()["dflash"]
-    assert before.chain < 1.5
-    assert after.chain > 2
+    assert before.tau < 1.5
+    assert after.tau > 2
     examples = [corpus.example(index) for index in corpus.train]
     tau = replay(DFlash(Backbone(net, target)), examples, budget=3, chain=True, dtype=torch.float32).tau
     assert tau > 0.9 * 4
@@ -242,7 +241,9 @@ def test_the_best_on_held_out_answers_is_kept_and_a_stale_fit_stops(target, corp
     seen = [look["dflash"] for look in looks if look]
     assert len(looks) < 200
     assert best.loss == min(look.loss for look in seen)
-    assert fitting(target, corpus, net, tmp_path, config).look()["dflash"].loss == pytest.approx(best.loss)
+    assert fitting(target, corpus, net, tmp_path, config).evaluate()["dflash"].loss == pytest.approx(
+        best.loss
+    )
 
 
 def test_the_target_is_left_alone(target, corpus, net, tmp_path):
@@ -253,8 +254,8 @@ def test_the_target_is_left_alone(target, corpus, net, tmp_path):
 
 
 def test_the_rate_warms_up_and_falls_to_nothing():
-    schedule = Schedule(steps=100, minutes=None)
-    rates = [learning_rate(schedule.fraction(step), 1.0) for step in range(100)]
+    schedule = Schedule(replace(CONFIG, steps=100, learning_rate=1.0))
+    rates = [schedule.learning_rate(step) for step in range(100)]
     assert rates[:4] == pytest.approx([0.125, 0.375, 0.625, 0.875])
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert rates[99] == pytest.approx(0.0, abs=1e-3)

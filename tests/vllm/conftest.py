@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.integrations.vllm import compat as versions
+from ddtree.integrations.vllm import compat
 
 # These tests need an environment with vLLM, which `make test-vllm` makes.
-collect_ignore_glob = [] if versions.installed() else ["test_*.py"]
+collect_ignore_glob = [] if compat.installed() else ["test_*.py"]
 
 # The engine in this process, on one thread, with little memory.
 os.environ.update(

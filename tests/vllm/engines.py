@@ -14,9 +14,9 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import tiny
-from ddtree.integrations.vllm import model_runner as runner
-from ddtree.integrations.vllm import tree_attention as attention
-from ddtree.integrations.vllm.settings import Drafting, Settings
+from ddtree.integrations.vllm import model_runner, tree_attention
+from ddtree.integrations.vllm.settings import DraftingSettings, PluginSettings
+from scripted import Scripted
 
 # vLLM's kernels for CPUs want heads of 32 at least.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -36,11 +36,11 @@ Load = Callable[[Any, Any], Any]
 @contextmanager
 def engine(model: Any, load: Load | None = None, **arguments: Any) -> Iterator[LLM]:
     """A tiny model in float32, stock where there is no drafter to load."""
-    drafting = Drafting(
+    drafting = DraftingSettings(
         arguments.pop("method", "tree"), arguments.pop("budget", NODES), arguments.pop("depth", 16)
     )
     fields = {name: arguments.pop(name) for name in ("nodes", "feature_bytes") if name in arguments}
-    own = Settings(
+    own = PluginSettings(
         drafter=arguments.pop("drafter", "lookup"), drafting=drafting, **{"nodes": NODES, **fields}
     )
     given = {} if load is None else own.engine_arguments()
@@ -57,8 +57,8 @@ def engine(model: Any, load: Load | None = None, **arguments: Any) -> Iterator[L
     }
     with pytest.MonkeyPatch.context() as patch:
         if load is not None:
-            patch.setattr(runner, "load_drafter", load)
-            attention.register()
+            patch.setattr(model_runner, "load_drafter", load)
+            tree_attention.register()
         else:
             AttentionBackendEnum.CPU_ATTN.clear_override()
             selector._cached_get_attn_backend.cache_clear()
@@ -82,6 +82,25 @@ def answers(made: LLM, prompts: Sequence[Sequence[int]], asked: Any) -> list[lis
     """The tokens of each answer, of prompts that are decoded together."""
     given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     return [list(result.outputs[0].token_ids) for result in made.generate(given, asked, use_tqdm=False)]
+
+
+def oracle(known: Any, kind: Callable[[list[list[int]]], Any] = Scripted) -> Load:
+    """Return a loader of a drafter that knows the answers: hides them among wrong siblings, unless it is another kind.
+
+    Args:
+        known: a model's folder, and stock vLLM's answers to the prompts.
+        kind: makes the drafter of the whole texts.
+    """
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
+    return lambda spec, target: kind(texts)
+
+
+def drafted(known: Any, load: Load | None = None, times: int = 1, **arguments: Any) -> dict[str, Any]:
+    """Check that the answers to all prompts, decoded together, are those that are known; return the counters."""
+    with engine(known[0], load or oracle(known), **arguments) as made:
+        for _ in range(times):
+            assert answers(made, PROMPTS, params(TOKENS)) == known[1]
+        return counters(made)
 
 
 def counters(made: LLM) -> dict[str, Any]:

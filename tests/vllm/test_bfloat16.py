@@ -9,11 +9,12 @@ import pytest
 from engines import answers, counters, engine, params
 
 import ddtree
-from ddtree.bench import prompt_sets as prompt_sets
+from ddtree.bench import prompt_sets
 from ddtree.bench.near_ties import first_flip
 from ddtree.drafters.loading import load_drafter
-from ddtree.integrations.vllm import trees
+from ddtree.integrations.vllm import tree_attention
 from ddtree.model.demo import demo_target
+from ddtree.tree import ancestor_mask
 
 TOKENS = 24
 ROOM = {"dtype": "bfloat16", "max_model_len": 512, "num_gpu_blocks_override": 160}
@@ -81,11 +82,7 @@ def test_texts_part_at_near_ties_alone(model, prompts, plain):
 
 
 def test_without_the_trees_mask_they_part_elsewhere(model, prompts, plain, monkeypatch):
-    monkeypatch.setattr(
-        trees.Nodes,
-        "visible",
-        lambda self: [[other <= node for other in range(len(self))] for node in range(len(self))],
-    )
+    monkeypatch.setattr(tree_attention, "ancestor_mask", lambda tree: ancestor_mask(tree).fill_(True).tril())
     few = prompts[:2]
     found = partings(model, few, plain[:2], drafted(few), "causal mask")
     assert any(gap > noise for gap, noise in found)

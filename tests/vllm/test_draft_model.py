@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines import FAMILIES, PROMPTS, TOKENS, answers, counters, engine, params
+from engines import FAMILIES, PROMPTS, TOKENS, answers, counters, drafted, engine, params
 
 import ddtree
 import tiny
@@ -40,10 +40,7 @@ def draft(tmp_path_factory):
     ids=str,
 )
 def test_texts_are_those_of_plain_vllm(known, draft, arguments):
-    with engine(known[0], load_drafter, drafter=draft, **arguments) as made:
-        for _ in range(2):
-            assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        found = counters(made)
+    found = drafted(known, load_drafter, times=2, drafter=draft, **arguments)
     assert found["accepted"] and not found["drafting_failed"]
 
 

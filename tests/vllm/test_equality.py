@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engines import PROMPTS, answers, counters, engine, params
+from engines import PROMPTS, TOKENS, answers, counters, drafted, engine, oracle, params
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from scripted import Scripted
-
-TOKENS = 64
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -17,12 +15,6 @@ def known(request, checkpoints):
     folder = checkpoints(request.param)
     with engine(folder) as stock:
         return folder, [answers(stock, [prompt], params(TOKENS))[0] for prompt in PROMPTS]
-
-
-def oracle(known):
-    """Knows the answers, and hides them among wrong siblings."""
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
-    return lambda spec, target: Scripted(texts)
 
 
 def test_trees_that_hold_the_answer_give_it_in_fewer_steps(known):
@@ -34,26 +26,24 @@ def test_trees_that_hold_the_answer_give_it_in_fewer_steps(known):
     assert found["accepted"] > 2 * found["steps"], "trees are hardly accepted, so that nothing is shown"
 
 
-def test_requests_decoded_together_are_as_if_alone(known):
-    with engine(known[0], oracle(known)) as made:
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        assert counters(made)["accepted"] > counters(made)["steps"]
+@pytest.mark.parametrize(
+    ("times", "arguments"),
+    [
+        (1, {}),
+        (2, {"enable_prefix_caching": True}),
+        (1, {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}),
+        # Four trees of 17 nodes, and 40 tokens a step: the last ones are cut, or wait.
+        (1, {"max_num_batched_tokens": 40}),
+    ],
+    ids=["together", "prefix cache", "prompts in chunks", "trees that the scheduler cuts"],
+)
+def test_requests_decoded_together_are_as_if_alone(known, times, arguments):
+    found = drafted(known, times=times, **arguments)
+    assert found["accepted"] > (0 if arguments else found["steps"])
 
 
-def test_with_the_prefix_cache(known):
-    with engine(known[0], oracle(known), enable_prefix_caching=True) as made:
-        for _ in range(2):
-            assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-
-
-def test_prompts_in_chunks(known):
-    chunked = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
-    with engine(known[0], oracle(known), **chunked) as made:
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        assert counters(made)["accepted"]
-
-
-def test_after_preemption(known, monkeypatch):
+@pytest.mark.parametrize("caching", [False, True])
+def test_after_preemption(known, monkeypatch, caching):
     preempted = []
     stock = Scheduler._preempt_request
 
@@ -63,21 +53,8 @@ def test_after_preemption(known, monkeypatch):
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counted)
     # Four answers of up to 104 tokens, and their trees, where there is room for two or three.
-    for caching in (False, True):
-        preempted.clear()
-        with engine(
-            known[0], oracle(known), num_gpu_blocks_override=11, enable_prefix_caching=caching
-        ) as made:
-            assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-            assert counters(made)["accepted"]
-        assert preempted
-
-
-def test_trees_that_the_scheduler_cuts(known):
-    # Four trees of 17 nodes, and 40 tokens a step: the last ones are cut, or wait.
-    with engine(known[0], oracle(known), max_num_batched_tokens=40) as made:
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        assert counters(made)["accepted"]
+    assert drafted(known, num_gpu_blocks_override=11, enable_prefix_caching=caching)["accepted"]
+    assert preempted
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 30])
@@ -131,7 +108,7 @@ def test_requests_that_are_given_up_leave_the_others_and_nothing_else(known):
         assert answers(made, PROMPTS[:1], params(1)) == [known[1][0][:1]]
         worker = core.engine_core.engine_core.model_executor.driver_worker
         runner = getattr(worker, "worker", worker).model_runner
-        assert len(runner.readers) == len(runner.drafting.rows) == 1
+        assert len(runner.states) == len(runner._drafter_rows.rows) == 1
     assert (found["a"], found["d"]) == (known[1][0], known[1][3])
 
 

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines import FAMILIES, PROMPTS, answers, counters, engine, params
+from engines import FAMILIES, PROMPTS, TOKENS, answers, counters, drafted, engine, params
 
 import tiny
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
-from ddtree.integrations.vllm import model_runner as runner
+from ddtree.integrations.vllm import model_runner
 from ddtree.model.target import Target
 from scripted import Scripted
 
-TOKENS = 40
+SHARED = (PROMPTS[3] * 3)[:100]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def known(request, checkpoints):
+    """A model's folder, stock vLLM's answers to the prompts and to one that is longer than a block, and the model."""
     folder = checkpoints(request.param)
     with engine(folder) as stock:
-        found = [answers(stock, [prompt], params(TOKENS))[0] for prompt in PROMPTS]
-    return folder, found, tiny.model(request.param, **FAMILIES[request.param])
+        found = [answers(stock, [prompt], params(TOKENS))[0] for prompt in (*PROMPTS, SHARED)]
+    return folder, found[:-1], tiny.model(request.param, **FAMILIES[request.param]), found[-1]
 
 
 class Watched:
-    """DFlash beside an oracle; keeps what DFlash thought of each text that it drafted after."""
+    """DFlash beside an oracle; keeps the log-probabilities that DFlash gave after each text."""
 
     def __init__(self, known) -> None:
         self.texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
@@ -64,21 +65,19 @@ class Watched:
 
 def test_a_network_thinks_what_it_would_of_the_same_text_told_anew(known):
     watched = Watched(known)
-    with engine(known[0], watched) as made:
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        assert counters(made)["accepted"] > counters(made)["steps"]
+    found = drafted(known, watched)
+    assert found["accepted"] > found["steps"]
     assert len(watched.thought) > 20
     assert watched.difference() < 1e-3
 
 
 def test_features_of_rejected_nodes_would_show(known, monkeypatch):
     monkeypatch.setattr(
-        runner, "_accepted", lambda row, found: list(range(row.start, row.start + len(found.path)))
+        model_runner, "_accepted", lambda row, found: list(range(row.start, row.start + len(found.path)))
     )
     watched = Watched(known)
-    with engine(known[0], watched) as made:
-        # The text stays right, as it does whatever is drafted.
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
+    # The text stays right, as it does whatever is drafted.
+    drafted(known, watched)
     assert watched.difference() > 0.1
 
 
@@ -92,31 +91,18 @@ def test_features_of_rejected_nodes_would_show(known, monkeypatch):
 )
 def test_also_in_chunks_and_after_preemption(known, arguments):
     watched = Watched(known)
-    with engine(known[0], watched, **arguments) as made:
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
+    drafted(known, watched, **arguments)
     assert watched.difference() < 1e-3
 
 
-def test_features_of_cached_prompts_are_kept(known):
-    shared = (PROMPTS[3] * 3)[:100]
-    with engine(known[0]) as stock:
-        expected = answers(stock, [shared], params(TOKENS))[0]
+@pytest.mark.parametrize("kept", [True, False])
+def test_features_of_cached_prompts_are_kept_where_there_is_room(known, kept):
     watched = Watched(known)
-    watched.texts = [shared + expected]
-    with engine(known[0], watched, enable_prefix_caching=True) as made:
+    watched.texts = [SHARED + known[3]]
+    room = {} if kept else {"feature_bytes": 0}
+    with engine(known[0], watched, enable_prefix_caching=True, **room) as made:
         for _ in range(2):
             watched.thought.clear()
-            assert answers(made, [shared], params(TOKENS)) == [expected]
-            assert watched.difference() < 1e-3
-
-
-def test_without_them_the_text_is_the_same(known, monkeypatch):
-    shared = (PROMPTS[3] * 3)[:100]
-    with engine(known[0]) as stock:
-        expected = answers(stock, [shared], params(TOKENS))[0]
-    watched = Watched(known)
-    watched.texts = [shared + expected]
-    with engine(known[0], watched, enable_prefix_caching=True, feature_bytes=0) as made:
-        for _ in range(2):
-            assert answers(made, [shared], params(TOKENS)) == [expected]
+            assert answers(made, [SHARED], params(TOKENS)) == [known[3]]
         assert counters(made)["accepted"]
+    assert (watched.difference() < 1e-3) == kept

@@ -71,9 +71,17 @@ def ready(client, process, log):
         time.sleep(0.5)
 
 
+def body(prompt, **fields):
+    return {"model": NAME, "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True, **fields}
+
+
 def complete(client, prompt, **fields):
-    sent = {"model": NAME, "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True, **fields}
-    return client.post("/v1/completions", json=sent)
+    return client.post("/v1/completions", json=body(prompt, **fields))
+
+
+def stream(client, prompt, **fields):
+    """A streamed answer as it comes."""
+    return client.stream("POST", "/v1/completions", json=body(prompt, stream=True, **fields))
 
 
 def text(client, prompt, **fields):
@@ -83,12 +91,8 @@ def text(client, prompt, **fields):
 
 
 def chat(client, prompt):
-    sent = {
-        "model": NAME,
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": 40,
-        "temperature": 0,
-    }
+    messages = [{"role": "user", "content": prompt}]
+    sent = {"model": NAME, "messages": messages, "max_tokens": 40, "temperature": 0}
     return client.post("/v1/chat/completions", json=sent).json()["choices"][0]["message"]["content"]
 
 
@@ -179,28 +183,22 @@ def test_biases_hold_on_every_path(client):
 
 
 def test_streams_carry_the_same_text(client, plain):
-    sent = {
-        "model": NAME,
-        "prompt": PROMPTS[0],
-        "max_tokens": 40,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    pieces = []
-    with client.stream("POST", "/v1/completions", json=sent) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
-    assert "".join(pieces) == plain["texts"][0]
+    with stream(client, PROMPTS[0]) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == plain["texts"][0]
 
 
 def test_clients_that_leave_within_a_stream_leave_the_others(client, plain):
-    sent = {"model": NAME, "prompt": PROMPTS[1], "max_tokens": 200, "ignore_eos": True, "stream": True}
     for _ in range(8):
-        with client.stream("POST", "/v1/completions", json=sent) as answer:
+        with stream(client, PROMPTS[1], max_tokens=200) as answer:
             assert next(answer.iter_lines()).startswith("data: {")
     assert together(text, client) == plain["texts"]
+
+
+def test_a_wrong_request_for_a_stream_is_refused_before_it_begins(client):
+    for fields in ({"ddtree": {"method": "fast"}}, {"min_p": 3}, {"logit_bias": {"99999999": 1}}):
+        with stream(client, "x", **fields) as answer:
+            assert answer.status_code == 400
 
 
 @pytest.mark.parametrize(

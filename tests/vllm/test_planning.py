@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import vllm
-from engines import PROMPTS, TOKENS, answers, counters, engine, params
+from engines import PROMPTS, TOKENS, answers, counters, drafted, engine, oracle, params
 from vllm.config import CompilationMode
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from ddtree import stats
-from ddtree.integrations.vllm import model_runner as runner
-from ddtree.integrations.vllm import planning
-from ddtree.integrations.vllm import timers as stand
+from ddtree.integrations.vllm import drafting, model_runner, timers
 from ddtree.policy import Policy, measure, stands, store
 from scripted import Scripted
-
-
-def oracle(known):
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
-    return lambda spec, target: Scripted(texts)
 
 
 class Clock:
@@ -41,7 +33,7 @@ def priced(monkeypatch, tmp_path):
     """Gives a forward pass of so many tokens, and a draft, a price in seconds; returns the clock."""
 
     def price(forward, draft):
-        clock, run, drafted = Clock(), runner.TreeRunner._model_forward, Scripted.draft
+        clock, run, drafted = Clock(), model_runner.TreeRunner._model_forward, Scripted.draft
 
         def model_forward(self, input_ids=None, *args, **kwargs):
             clock.now += forward(len(input_ids))
@@ -52,9 +44,9 @@ def priced(monkeypatch, tmp_path):
             return drafted(self, rows, own)
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(runner.TreeRunner, "_model_forward", model_forward)
+        monkeypatch.setattr(model_runner.TreeRunner, "_model_forward", model_forward)
         monkeypatch.setattr(Scripted, "draft", drafts)
-        for module in (stats, measure, stands, planning, runner, stand):
+        for module in (stats, measure, stands, drafting, model_runner, timers):
             monkeypatch.setattr(module, "time", clock)
         return clock
 
@@ -77,10 +69,7 @@ def test_auto_measures_decides_and_learns(known, monkeypatch, priced):
 
     monkeypatch.setattr(Policy, "learn", watched)
     monkeypatch.setattr(Scheduler, "schedule", scheduling)
-    with engine(known[0], oracle(known), method="auto", budget="auto") as made:
-        for _ in range(3):
-            assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        found = counters(made)
+    found = drafted(known, times=3, method="auto", budget="auto")
     assert found["accepted"] > found["steps"] / 2
     assert len(learnt) > 20 and max(width for width, _, _ in learnt) > 1
     assert all(seconds["verify"] > 0.02 and seconds["walk"] > 0 for _, _, seconds in learnt)
@@ -90,42 +79,9 @@ def test_auto_measures_decides_and_learns(known, monkeypatch, priced):
     assert latencies[0].covers(["scripted"])
 
 
-class Uneven(Scripted):
-    """Proposes for one text alone."""
-
-    def _tree(self, row):
-        return super()._tree(row if row.tokens[:5] == self.texts[0][:5] else replace(row, depth=0))
-
-
-def test_a_step_of_uneven_trees_is_told_as_if_all_were_as_large(known, monkeypatch, priced):
-    def price(tokens):
-        return 0.02 + 5e-4 * tokens
-
-    priced(price, draft=1e-4)
-    told = []
-    learn = Policy.learn
-
-    def watched(self, tree, paths, answers, seconds):
-        told.append((tree.sizes, seconds["verify"]))
-        return learn(self, tree, paths, answers, seconds)
-
-    monkeypatch.setattr(Policy, "learn", watched)
-    texts = [prompt + text for prompt, text in zip(PROMPTS, known[1], strict=True)]
-    with engine(known[0], lambda spec, target: Uneven(texts), method="auto", budget=8) as made:
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-    uneven = [(sizes, seconds) for sizes, seconds in told if len(sizes) == 4 and max(sizes) > 4]
-    assert uneven and all(sorted(sizes)[:3] == [1, 1, 1] for sizes, _ in uneven)
-    for sizes, seconds in uneven:
-        assert seconds == pytest.approx(price(4 * max(sizes)), rel=0.1)
-
-
 def test_drafts_that_never_come_true_are_given_up(known, priced):
     priced(lambda tokens: 0.01 + 1e-3 * tokens, draft=2e-3)
-    texts = [prompt + text for prompt, text in zip(PROMPTS, known[1], strict=True)]
-    with engine(known[0], lambda spec, target: Wrong(texts), method="auto", budget="auto") as made:
-        for _ in range(6):
-            assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        found = counters(made)
+    found = drafted(known, oracle(known, Wrong), times=6, method="auto", budget="auto")
     assert found["accepted"] == 0
     assert found["arms"]["off"] > found["steps"] / 2
 
@@ -165,9 +121,7 @@ def test_the_engines_own_counts_are_ours(known, monkeypatch):
         return observe(self, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
 
     monkeypatch.setattr(SpecDecodingStats, "observe_draft", counted)
-    with engine(known[0], oracle(known), disable_log_stats=False) as made:
-        assert answers(made, PROMPTS, params(TOKENS)) == known[1]
-        found = counters(made)
+    found = drafted(known, disable_log_stats=False)
     assert (found["drafted_steps"], found["nodes"], found["accepted"]) == tuple(seen.values())
     assert sum(found["accepted_per_depth"].values()) == found["accepted"]
     assert sum(found["arms"].values()) == found["steps"]
@@ -185,8 +139,7 @@ class Failing(Scripted):
 
 
 def test_a_drafter_that_fails_costs_no_text(known):
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
-    with engine(known[0], lambda spec, target: Failing(texts)) as made:
+    with engine(known[0], oracle(known, Failing)) as made:
         assert answers(made, PROMPTS[:1], params(8)) == [known[1][0][:8]]
         assert counters(made)["drafting_failed"] == 0
         for _ in range(2):
@@ -203,8 +156,7 @@ class Clinging(Scripted):
 
 
 def test_a_drafter_that_fails_at_an_end_costs_no_text(known):
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, known[1], strict=True)]
-    with engine(known[0], lambda spec, target: Clinging(texts)) as made:
+    with engine(known[0], oracle(known, Clinging)) as made:
         assert answers(made, PROMPTS[:1], params(TOKENS)) == known[1][:1]
         before = counters(made)["nodes"]
         assert before
@@ -218,9 +170,9 @@ def test_a_drafter_that_fails_at_an_end_costs_no_text(known):
 )
 def test_another_release_or_way_to_compile_is_timed_anew(other, monkeypatch):
     def place(version, mode):
-        monkeypatch.setattr(stand.vllm, "__version__", version)
+        monkeypatch.setattr(timers.vllm, "__version__", version)
         config = SimpleNamespace(compilation_config=SimpleNamespace(mode=mode))
-        return store.path({"target": "llama", "runtime": stand.runtime(config)})
+        return store.path({"target": "llama", "runtime": timers.runtime(config)})
 
     here = vllm.__version__, CompilationMode.NONE
     assert place(*here) == place(*here) != place(*other)

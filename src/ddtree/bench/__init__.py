@@ -1,1 +1,1 @@
-"""`ddtree bench`: one pair, many ways of decoding, measured side by side; and what is made of the raw figures."""
+"""Benchmarks: methods of decoding measured side by side on one pair, their reports, and a load client for servers."""

@@ -1,12 +1,15 @@
-"""Cells as ways of decoding on one pair: each is what a user would have who loaded just that."""
+"""Methods of decoding that are compared on one pair of target and drafter.
+
+A method of the engine is named like `tree:16@dflash+lookup`; what the drafters are called depends on the pair. Beside
+them stand baselines: transformers' own `generate`. Each method is what a user would have who loaded just that.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,31 +17,35 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ddtree.api import Model
-from ddtree.drafters import parts_of
+from ddtree.drafters import DraftRow, parts_of
 from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError, PromptError
 from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
 from ddtree.policy.acceptance import Acceptance
-from ddtree.sampling.noise import PLAIN
 from ddtree.sampling.sampler import SamplingParams
-from ddtree.tree import MAX_BUDGET, MAX_DEPTH
+from ddtree.stats import Clock
+from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
 
-OFF_CELL = "off"
+OFF = "off"
 UNCOUPLED = "+uncoupled"
-_FORMS = "off, chain, tree:N, tree:auto or auto, then @DRAFTER[+DRAFTER], then +uncoupled"
+BASELINES = ("hf", "prompt-lookup", "assisted")
+_METHODS: dict[str, AutoMethod] = {"off": "off", "chain": "chain", "tree": "tree", "auto": "auto"}
+_SYNTAX = "off, chain, tree:N, tree:auto or auto, then @DRAFTER[+DRAFTER], then +uncoupled"
+_WIDTHS = sorted({round(2 ** (step / 4)) for step in range(41)})  # 1 to 1024 nodes, root included
+_LOOKUP_TOKENS = 10  # the value that transformers' documentation uses
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One way of decoding.
+class MethodSpec:
+    """A method of the engine, parsed from its name.
 
     Attributes:
-        name: as it was written.
-        method, budget: what the engine is given; a chain's budget is its depth.
+        name: as it was written, such as "tree:16@dflash".
+        method, budget: given to the engine; a chain's budget is its depth.
         members: names of the drafters that draft; None for all there are.
-        coupled: sampled rows' noise may be looked at while drafting.
+        coupled: drafters may look at the noise of sampled rows.
     """
 
     name: str
@@ -49,27 +56,33 @@ class Cell:
 
     @property
     def adaptive(self) -> bool:
-        """Something is left for a policy to decide."""
+        """Return whether a policy decides something."""
         return "auto" in (self.method, self.budget)
 
 
-def parse(text: str, members: Sequence[str] = ()) -> Cell:
-    """A cell by its name.
+def parse_method(text: str, members: Sequence[str] = ()) -> MethodSpec:
+    """Parse the name of a method, such as "tree:16@dflash+uncoupled".
 
     Args:
-        members: names of the drafters at hand; none when the pair has no drafter.
+        members: names of the pair's drafters; none when it has no drafter.
 
     Raises:
         ConfigError: the name is malformed, names a drafter that is not there, or needs one where there is none.
     """
     body = text.removesuffix(UNCOUPLED)
-    way, at, listed = body.partition("@")
-    method, colon, count = way.partition(":")
+    base, at, listed = body.partition("@")
+    method, colon, count = base.partition(":")
     named = tuple(listed.split("+")) if at else None
-    budget = _budget(method, count, colon, text)
-    if method == OFF_CELL and text != OFF_CELL:
+    if method not in _METHODS or (method == "tree") != bool(colon):
+        raise ConfigError(f"unknown cell {text!r}: write {_SYNTAX}")
+    budget: AutoBudget = {"off": 0, "chain": MAX_DEPTH}.get(method, "auto")
+    if method == "tree" and count != "auto":
+        if not (count.isascii() and count.isdigit() and 1 <= int(count) <= MAX_BUDGET):
+            raise ConfigError(f"cell {text!r}: a tree's budget is auto or a whole number in 1..{MAX_BUDGET}")
+        budget = int(count)
+    if method == OFF and text != OFF:
         raise ConfigError(f"cell {text!r}: off drafts nothing, so it takes no drafter and no coupling")
-    if method != OFF_CELL and not members:
+    if method != OFF and not members:
         raise ConfigError(f"cell {text!r} needs a drafter, and there is none: name one with --drafter")
     for name in named or ():
         if name not in members:
@@ -78,47 +91,32 @@ def parse(text: str, members: Sequence[str] = ()) -> Cell:
             )
     if named is not None and len(set(named)) < len(named):
         raise ConfigError(f"cell {text!r} names a drafter twice")
-    return Cell(text, _METHODS[method], budget, named, body == text)
+    return MethodSpec(text, _METHODS[method], budget, named, body == text)
 
 
-def parse_all(names: Iterable[str], members: Sequence[str] = ()) -> list[Cell]:
-    """Cells by their names, `off` first whether named or not: everything is compared with it. Raises ConfigError."""
-    return [parse(name, members) for name in dict.fromkeys([OFF_CELL, *names])]
+def parse_methods(names: Iterable[str], members: Sequence[str] = ()) -> list[MethodSpec]:
+    """Parse names, `off` first whether named or not: the others are compared with it. Raises ConfigError."""
+    return [parse_method(name, members) for name in dict.fromkeys([OFF, *names])]
 
 
-def usual(budgets: Iterable[int | str], drafting: bool = True) -> list[str]:
-    """The cells of a run that names none."""
-    return [OFF_CELL, "chain", *(f"tree:{budget}" for budget in budgets), "auto"] if drafting else [OFF_CELL]
-
-
-_METHODS: dict[str, AutoMethod] = {"off": "off", "chain": "chain", "tree": "tree", "auto": "auto"}
-
-
-def _budget(method: str, count: str, colon: str, text: str) -> AutoBudget:
-    if method not in _METHODS or (method == "tree") != bool(colon):
-        raise ConfigError(f"unknown cell {text!r}: write {_FORMS}")
-    if method == "auto" or count == "auto":
-        return "auto"
-    if method != "tree":
-        return MAX_DEPTH if method == "chain" else 0
-    if not (count.isascii() and count.isdigit() and 1 <= int(count) <= MAX_BUDGET):
-        raise ConfigError(f"cell {text!r}: a tree's budget is auto or a whole number in 1..{MAX_BUDGET}")
-    return int(count)
+def default_methods(budgets: Iterable[int | str], drafting: bool = True) -> list[str]:
+    """Return the methods of a run that names none, with a tree of each budget."""
+    return [OFF, "chain", *(f"tree:{budget}" for budget in budgets), "auto"] if drafting else [OFF]
 
 
 @dataclass
-class Answer:
-    """One measurement.
+class Measurement:
+    """One answer, timed.
 
     Attributes:
         tokens: the output.
         total: seconds from the prompt to the end.
-        ttft: of these, until the first token; the rest is decoding.
-        rounds, nodes: forward passes after the prompt's, drafted nodes verified in them.
-        accepted: how often so many drafted tokens were accepted in a round.
+        ttft: seconds until the first token; the rest is decoding.
+        rounds, nodes: forward passes after the prompt's, and drafted nodes verified in them.
+        accepted: number of rounds by accepted drafted tokens.
         seconds: by part of the round.
-        arms: how many rounds were decoded in which way, where that was chosen round by round.
-        comparable: the text must be that of plain decoding.
+        arms: number of rounds by arm, where a policy chose.
+        comparable: the text must equal plain decoding's.
     """
 
     tokens: list[int]
@@ -132,7 +130,7 @@ class Answer:
     comparable: bool = True
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without the tokens."""
+        """Return plain JSON values, without the tokens."""
         rounds = self.rounds
         drafted = sum(depth * count for depth, count in self.accepted.items())
         return {
@@ -149,62 +147,64 @@ class Answer:
         }
 
 
-class Way(Protocol):
-    """A way of decoding."""
+class DecodingMethod(Protocol):
+    """Anything that answers a prompt and can be timed."""
 
     name: str
 
-    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
+    def answer(self, prompt: list[int], params: SamplingParams) -> Measurement:
         """Decode one prompt alone, and measure it."""
 
     def learnt(self) -> list[dict[str, Any]]:
-        """Lines for the raw figures: what it has learnt of the machine and of acceptance."""
+        """Return lines for the raw figures: learnt latency and acceptance."""
 
 
-_WIDTHS = sorted({round(2 ** (step / 4)) for step in range(41)})
-"""Nodes at which a latency curve is written down: 1 to 1024, root included."""
-
-
-class Lane:
-    """One cell. Plain decoding gathers no features and feeds no drafter.
+class EngineMethod:
+    """A method of ddtree's engine. Plain decoding gathers no features and feeds no drafter.
 
     Args:
-        cell: what to measure.
-        target: shared by all lanes; one decodes at a time.
-        drafter: of the pair, in use by no engine; the lane takes those parts of it that the cell names.
-        policy: decides what the cell leaves open, and is this lane's alone, so that it learns from nothing else.
+        spec: what to measure.
+        target: shared by all methods; one decodes at a time.
+        drafter: of the pair, in use by no engine; the method takes the parts of it that the spec names.
+        policy: decides what the spec leaves open. It is this method's alone, so that it learns from nothing else.
     """
 
-    def __init__(self, cell: Cell, target: Any, drafter: Any, policy: Any = None) -> None:
-        self.cell = cell
-        self.name = cell.name
+    def __init__(self, spec: MethodSpec, target: Any, drafter: Any, policy: Policy | None = None) -> None:
+        self.spec = spec
+        self.name = spec.name
         self.target = target
-        self.drafter = chosen(cell, drafter)
+        self.drafter = drafter_of(spec, drafter)
         self.policy = policy
         self._contexts: list[float] = []
 
-    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
+    def answer(self, prompt: list[int], params: SamplingParams) -> Measurement:
         """Decode one prompt alone. Raises what the engine raises."""
-        with _coupling(self.drafter, self.cell.coupled):
-            engine = Engine(self.target, self.drafter, max_rows=1)
-            engine.policy = self.policy
-            try:
-                sequence = engine.add(prompt, params, method=self.cell.method, budget=self.cell.budget)
-                while not engine.idle:
-                    engine.step()
-            finally:
-                engine.close()
+        drafter = self.drafter if self.spec.coupled else HiddenNoise(self.drafter)
+        engine = Engine(self.target, drafter, max_rows=1)
+        engine.policy = self.policy
+        try:
+            sequence = engine.add(prompt, params, method=self.spec.method, budget=self.spec.budget)
+            while not engine.idle:
+                engine.step()
+        finally:
+            engine.close()
         if sequence.error is not None:
             raise sequence.error
         stats = sequence.stats
         self._contexts.append(len(prompt) + stats.output_tokens / 2)
-        return Answer(
-            sequence.output, stats.total, stats.ttft, stats.rounds, stats.nodes, dict(stats.accepted),
-            dict(stats.seconds), dict(stats.arms) if self.cell.adaptive else {},
-        )  # fmt: skip
+        return Measurement(
+            sequence.output,
+            stats.total,
+            stats.ttft,
+            stats.rounds,
+            stats.nodes,
+            dict(stats.accepted),
+            dict(stats.seconds),
+            dict(stats.arms) if self.spec.adaptive else {},
+        )
 
     def learnt(self) -> list[dict[str, Any]]:
-        """The policy's state and its latency curve, at the mean context of what was decoded."""
+        """Return the policy's state and its latency curve at the mean context of what was decoded."""
         if self.policy is None or not self._contexts:
             return []
         context = statistics.mean(self._contexts)
@@ -215,40 +215,37 @@ class Lane:
         ]
 
 
-def chosen(cell: Cell, drafter: Any) -> Any:
-    """What drafts for a cell: nothing, the whole drafter, or some of its parts."""
-    if cell.method == "off":
+def drafter_of(spec: MethodSpec, drafter: Any) -> Any:
+    """Return what drafts for a method: nothing, the pair's whole drafter, or some of its parts."""
+    if spec.method == OFF:
         return None
-    if cell.members is None:
+    if spec.members is None:
         return drafter
-    named = [part for part in parts_of(drafter) if part.name in cell.members]
+    named = [part for part in parts_of(drafter) if part.name in spec.members]
     return named[0] if len(named) == 1 else Merged(named)
 
 
-@contextmanager
-def _coupling(drafter: Any, coupled: bool) -> Iterator[None]:
-    """Inside the block, a drafter that shall not look at the noise does not."""
-    changed = [] if coupled else [part for part in parts_of(drafter) if hasattr(part, "coupling")]
-    before = [part.coupling for part in changed]
-    for part in changed:
-        part.coupling = PLAIN
-    try:
-        yield
-    finally:
-        for part, coupling in zip(changed, before, strict=True):
-            part.coupling = coupling
+class HiddenNoise:
+    """Drafts as another drafter does, but without sight of the noise of sampled rows."""
 
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+        self.drafters = parts_of(drafter)
 
-NAMES = ("hf", "prompt-lookup", "assisted")
-_LOOKUP_TOKENS = 10  # the value that transformers' documentation uses
+    def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        """Propose a tree for each row, as for a greedy one."""
+        return self._drafter.draft([replace(row, noise=None) for row in rows], clock)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
 
 
 class Baseline:
-    """One kind of `generate`. The model runs with its own attention and without our hooks meanwhile.
+    """One kind of transformers' `generate`. The model runs with its own attention and without our hooks meanwhile.
 
     Args:
-        name: one of `NAMES`.
-        target: whose model it is.
+        name: one of `BASELINES`.
+        target: the target whose model it is.
         drafter: of the pair; `assisted` uses the draft model in it.
 
     Raises:
@@ -256,8 +253,8 @@ class Baseline:
     """
 
     def __init__(self, name: str, target: Any, drafter: Any) -> None:
-        if name not in NAMES:
-            raise ConfigError(f"unknown baseline {name!r}: choose from {', '.join(NAMES)}")
+        if name not in BASELINES:
+            raise ConfigError(f"unknown baseline {name!r}: choose from {', '.join(BASELINES)}")
         self.name = name
         self._target = target
         self._options: dict[str, Any] = {}
@@ -269,24 +266,25 @@ class Baseline:
                 raise ConfigError("baseline 'assisted' needs a draft model: give --drafter draft:MODEL")
             self._options["assistant_model"] = model.model
 
-    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
+    def answer(self, prompt: list[int], params: SamplingParams) -> Measurement:
         """Decode one prompt alone, greedily or by sampling at a temperature without filters."""
         self._target.use_features(())
         torch.manual_seed(params.seed or 0)
         ids = torch.tensor([prompt], device=self._target.device)
-        model, watch = self._target.model, _Watch(len(prompt))
+        model, timer = self._target.model, _FirstTokenTimer()
         own, model.generation_config = model.generation_config, self._config(params)
         started = time.perf_counter()
         try:
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=watch, **self._options)
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=timer, **self._options)
             tokens = output[0, len(prompt) :].tolist()
             ended = time.perf_counter()
         finally:
             model.generation_config = own
-        first = watch.first if watch.first is not None else ended
-        return Answer(tokens, ended - started, first - started, comparable=params.greedy)
+        first = timer.first if timer.first is not None else ended
+        return Measurement(tokens, ended - started, first - started, comparable=params.greedy)
 
     def learnt(self) -> list[dict[str, Any]]:
+        """Return nothing: a baseline learns nothing."""
         return []
 
     def _config(self, params: SamplingParams) -> GenerationConfig:
@@ -301,24 +299,25 @@ class Baseline:
         )
 
 
-class _Watch:
+class _FirstTokenTimer:
     """A streamer that notes when the first token came; transformers gives it the prompt first."""
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self) -> None:
         self.first: float | None = None
         self._prompt_given = False
 
     def put(self, value: Tensor) -> None:
+        """Take the prompt, then each token."""
         if self._prompt_given and self.first is None:
             self.first = time.perf_counter()
         self._prompt_given = True
 
     def end(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: no token is held back."""
 
 
-class Pair:
-    """Target and drafter of a model, taken out of its engine: each way of decoding has one of its own.
+class ModelPair:
+    """Target and drafter of a model, taken out of its engine: each method has an engine of its own.
 
     Args:
         model: freshly loaded; it can no longer be used itself.
@@ -329,26 +328,22 @@ class Pair:
         self.drafter: Any = model.engine.drafter
         self.tokenizer = model.tokenizer
         self._model = model
-        self._drafter_folder = model.drafter_folder
         model.engine.close()
 
     @property
     def members(self) -> list[str]:
-        """Names of the drafters."""
+        """Return the names of the drafters."""
         return [part.name for part in parts_of(self.drafter)]
 
-    def ways(self, cells: Sequence[str], baselines: Sequence[str]) -> list[Way]:
-        """Cells and baselines, plain decoding first. Raises ConfigError for unknown ones."""
-        known = parse_all(cells, self.members)
+    def methods(self, names: Sequence[str], baselines: Sequence[str]) -> list[DecodingMethod]:
+        """Return the named methods and baselines, plain decoding first. Raises ConfigError for unknown ones."""
+        specs = parse_methods(names, self.members)
         others = [Baseline(name, self.target, self.drafter) for name in dict.fromkeys(baselines)]
-        lanes = []
-        for cell in known:
-            policy = self._policy(chosen(cell, self.drafter)) if cell.adaptive else None
-            lanes.append(Lane(cell, self.target, self.drafter, policy))
-        return [*lanes, *others]
+        made = [EngineMethod(spec, self.target, self.drafter, self._policy(spec)) for spec in specs]
+        return [*made, *others]
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """The token ids of a conversation; without a chat template, of its texts one below the other."""
+        """Return the token ids of a conversation; without a chat template, of its texts one below the other."""
         if self.tokenizer is None:
             raise PromptError("the target has no tokenizer: a benchmark needs one")
         if getattr(self.tokenizer, "chat_template", None) is None:
@@ -356,16 +351,19 @@ class Pair:
         return self._model.encode(messages)
 
     def decode(self, tokens: list[int]) -> str:
+        """Return the text of some tokens, without special ones."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def acceptance(self) -> dict[str, Acceptance]:
-        """What earlier runs, or the drafter's makers, have learnt of the pair: where each policy begins."""
+        """Return the acceptance that earlier runs or the drafter's makers have learnt: each policy begins with it."""
         if self.drafter is None:
             return {}
-        return memory.recall(store.key(self.target, self.drafter), self._drafter_folder)
+        return memory.recall(store.key(self.target, self.drafter), self._model.drafter_folder)
 
-    def _policy(self, drafter: Any) -> Policy:
-        """One of its own, as a user's first request has it."""
-        wanted = store.key(self.target, drafter)
-        latency = store.obtain(wanted, lambda: measure.quick(self.target, drafter))
+    def _policy(self, spec: MethodSpec) -> Policy | None:
+        """Return a policy for an adaptive method, as a user's first request has it."""
+        if not spec.adaptive:
+            return None
+        drafter = drafter_of(spec, self.drafter)
+        latency = store.obtain(store.key(self.target, drafter), lambda: measure.quick(self.target, drafter))
         return Policy(latency, self.acceptance())

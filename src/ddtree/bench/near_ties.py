@@ -1,8 +1,7 @@
-"""Where two texts of the same request part: was it a near-tie in the target's own arithmetic?
+"""The near-tie check: two texts of one request differ; did the target's rounding decide, or is there a defect?
 
-A forward pass over another number of tokens may add up in another order. In bfloat16 that can flip a choice
-between two scores that lie closer than the difference it makes. Any wider gap means a defect, and is told
-apart here.
+A forward pass over another number of tokens may add in another order. In bfloat16 that can flip the choice between two
+tokens whose scores differ by less than that rounding: a near-tie. A wider gap means a defect.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _WINDOW = 48  # positions over which the noise of the forward pass is measured
 
 @dataclass(frozen=True)
 class Flip:
-    """The first difference of two texts.
+    """The first token at which two texts differ.
 
     Attributes:
-        index: of the first output token that differs.
-        tokens: what each text has there.
-        gap: between the scores of the two tokens, the smaller of those found with two shapes of the forward.
-        noise: the most that the gap between the two best scores changed from one shape to the other, over the
-            last positions up to there; at least the distance of neighbouring logits in the target's dtype.
+        index: place in the output.
+        tokens: both texts' tokens there.
+        gap: difference of the two tokens' scores, the smaller one of two shapes of the forward pass.
+        noise: rounding of the forward pass: how far the gap between the two best scores changes from one shape to the
+            other, at most, over the last 48 positions; at least the spacing of logits in the target's dtype.
     """
 
     index: int
@@ -40,6 +39,7 @@ class Flip:
 
     @property
     def near_tie(self) -> bool:
+        """Return whether rounding alone may have flipped the choice."""
         return self.gap <= self.noise
 
 
@@ -51,10 +51,16 @@ def first_flip(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Flip | None:
-    """Find and measure the first difference of two outputs of `prompt`; None when they are the same.
+    """Find and measure the first difference of two outputs of `prompt`.
 
-    Knows plain sampling only: temperature and seed, no filters or penalties. Where one output is the start
-    of the other, no choice parts them: the gap is then infinite.
+    Args:
+        target: the target of both.
+        prompt: token ids.
+        one, other: output token ids.
+        temperature, seed: of the request. Filters and penalties are not supported.
+
+    Returns:
+        None when the outputs are the same. Where one is the start of the other, no choice differs: the gap is infinite.
     """
     index = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     if index is None:
@@ -78,11 +84,12 @@ def first_flip(
 
 
 def _spacing(value: float, dtype: torch.dtype) -> float:
-    """Distance from a positive value to the next one that the dtype can hold."""
+    """Return the distance from a positive value to the next one that the dtype can hold."""
     return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(value)) if value else 0.0
 
 
 def _gaps(logits: Tensor, pairs: Tensor) -> Tensor:
+    """Return the differences [N] of the logits [N, V] at pairs of tokens [N, 2]."""
     scores = logits.gather(-1, pairs)
     return scores[:, 0] - scores[:, 1]
 
@@ -97,7 +104,7 @@ def _prefilled(target: Target, tokens: list[int]) -> KVCache:
 
 @torch.inference_mode()
 def _one_at_a_time(target: Target, tokens: list[int], size: int) -> Tensor:
-    """Logits float32 [size, V] of the last `size` tokens, as decoding without drafts computes them."""
+    """Return logits float32 [size, V] of the last `size` tokens, as decoding without drafts computes them."""
     cache = _prefilled(target, tokens[:-size])
     found = []
     for token in tokens[-size:]:
@@ -110,7 +117,7 @@ def _one_at_a_time(target: Target, tokens: list[int], size: int) -> Tensor:
 
 @torch.inference_mode()
 def _at_once(target: Target, tokens: list[int], size: int) -> Tensor:
-    """The same logits out of one forward pass over all of those tokens."""
+    """Return the same logits from one forward pass over all of those tokens."""
     cache = _prefilled(target, tokens[:-size])
     ids = torch.tensor([tokens[-size:]], device=target.device)
     forward = target.extend(cache, ids, torch.arange(size, device=target.device)[None], None)

@@ -1,4 +1,4 @@
-"""The measuring: every way of decoding answers every prompt, in turn, with the same seed."""
+"""The measuring: every method answers every prompt, in turn, with the same seed; their texts are compared."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
+from tqdm import tqdm
 
 import ddtree
-from ddtree.bench.methods import OFF_CELL as PLAIN
-from ddtree.bench.methods import Answer, Way
+from ddtree.bench.methods import OFF, DecodingMethod, Measurement
 from ddtree.bench.near_ties import first_flip
 from ddtree.bench.prompt_sets import BenchPrompt
-from ddtree.bench.results import Group, Log
+from ddtree.bench.results import ResultsFile, RunKey
 from ddtree.errors import ConfigError
 from ddtree.policy.machine import device_name
-from ddtree.progress import ProgressLine
 from ddtree.sampling.sampler import SamplingParams
 
 _WARM_UP_TOKENS = 32
 
-Encode = Callable[[list[dict[str, str]]], list[int]]
-Judge = Callable[[list[int], Answer, Answer, SamplingParams], dict[str, Any]]
+Messages = list[dict[str, str]]
+Compare = Callable[[list[int], Measurement, Measurement, SamplingParams], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured.
+class BenchPlan:
+    """A measurement to make: prompts, temperatures and repetitions.
 
     Attributes:
         prompts: in the order they are answered.
-        temperatures: of each prompt.
-        turns: how often everything is measured, in turn.
+        temperatures: at which each prompt is answered, such as 0 and 1.
+        turns: repetitions of everything.
         messages: most user messages answered of a conversation; None for all.
         max_tokens: most tokens of an answer.
-        max_context: of the target; prompts that do not leave room are passed over.
+        max_context: of the target, in tokens; prompts that do not leave room for an answer are skipped.
         seed: added to each prompt's own.
     """
 
@@ -52,102 +51,98 @@ class Plan:
     max_context: int
     seed: int
 
-    def groups(self) -> Iterator[tuple[BenchPrompt, float, int]]:
+    def steps(self) -> Iterator[tuple[BenchPrompt, float, int]]:
+        """Yield prompt, temperature and turn of everything, in order."""
         for turn in range(self.turns):
             for prompt in self.prompts:
                 for temperature in self.temperatures:
                     yield prompt, temperature, turn
 
 
-class Runner:
-    """Measures ways of decoding side by side; the first is `off`, and the others' texts are held against its text.
+class BenchRunner:
+    """Measures methods side by side; the first is `off`, and the others' texts are compared with its text.
 
     Args:
-        ways: in the order of the tables. They are run in an order that is another one for each prompt.
+        methods: in the order of the tables. They run in another order for each prompt.
         plan: what is measured.
-        encode: the token ids of a conversation.
-        decode: the text of an answer, which a conversation goes on from.
-        judge: the verdict on an answer: prompt, plain answer, answer, parameters.
-        log: where the figures go.
-        progress: told how much is done; None for a line on standard error.
+        encode: gives the token ids of a conversation.
+        decode: gives the text of an answer, with which a conversation goes on.
+        compare: gives the verdict on an answer, from prompt, plain answer, answer and parameters.
+        results: file that the figures go to.
+        quiet: show no progress.
     """
 
     def __init__(
         self,
-        ways: Sequence[Way],
-        plan: Plan,
+        methods: Sequence[DecodingMethod],
+        plan: BenchPlan,
         *,
-        encode: Encode,
+        encode: Callable[[Messages], list[int]],
         decode: Callable[[list[int]], str],
-        judge: Judge,
-        log: Log,
-        progress: ProgressLine | None = None,
+        compare: Compare,
+        results: ResultsFile,
+        quiet: bool = False,
     ) -> None:
-        if not ways or ways[0].name != PLAIN:
+        if not methods or methods[0].name != OFF:
             raise ConfigError(
-                f"the first way of decoding must be {PLAIN!r}, which the others are compared with"
+                f"the first way of decoding must be {OFF!r}, which the others are compared with"
             )
-        self._ways = list(ways)
+        self._methods = list(methods)
         self._plan = plan
-        self._encode, self._decode, self._judge = encode, decode, judge
-        self._log = log
-        self._progress = progress
-        self._started = 0  # how many rounds through all ways were begun: each has another order
+        self._encode, self._decode, self._compare = encode, decode, compare
+        self._results = results
+        self._quiet = quiet
+        self._started = 0  # passes through all methods that were begun: each has another order
 
     def run(self) -> None:
-        """Measure what the log lacks. Raises ConfigError when no prompt leaves room for an answer."""
-        left = [one for one in self._plan.groups() if _key(*one) not in self._log.done]
-        total = len(self._plan.prompts) * len(self._plan.temperatures) * self._plan.turns
+        """Measure what the file lacks. Raises ConfigError when no prompt leaves room for an answer."""
+        steps = list(self._plan.steps())
+        left = [step for step in steps if _key(*step) not in self._results.done]
         if not left:
             return
-        progress = self._progress or ProgressLine("measuring", total, "prompts")
-        progress.update(total - len(left), "warming up")
         self._warm_up()
-        for place, (prompt, temperature, turn) in enumerate(left, total - len(left)):
-            progress.update(place, prompt.id)
-            self._log.write(self._measure(prompt, temperature, turn))
-        for way in self._ways:
-            self._log.write(way.learnt())
-        progress.update(total)
-        progress.close()
+        done = len(steps) - len(left)
+        for step in tqdm(left, "measuring", len(steps), initial=done, unit="prompt", disable=self._quiet):
+            self._results.write(self._measure(*step))
+        for method in self._methods:
+            self._results.write(method.learnt())
 
     def _warm_up(self) -> None:
-        """First calls reserve memory, compile and measure; none of that shall be in the figures."""
-        prompts = (self._fitting(_user(prompt.turns[0])) for prompt in self._plan.prompts)
+        """Answer one prompt with each method: first calls reserve memory and compile, and must not be timed."""
+        prompts = (self._encode_if_room(_user(prompt.turns[0])) for prompt in self._plan.prompts)
         ids = next((found for found in prompts if found is not None), None)
         if ids is None:
             raise ConfigError(
                 f"no prompt leaves room for {self._plan.max_tokens} tokens in the context of "
                 f"{self._plan.max_context}: lower --max-tokens"
             )
+        most = min(_WARM_UP_TOKENS, self._plan.max_tokens)
         for temperature in self._plan.temperatures:
-            params = SamplingParams(
-                temperature=temperature, seed=0, max_tokens=min(_WARM_UP_TOKENS, self._plan.max_tokens)
-            )
-            for way in self._ways:
-                way.answer(ids, params)
+            for method in self._methods:
+                method.answer(ids, SamplingParams(temperature=temperature, seed=0, max_tokens=most))
 
     def _measure(self, prompt: BenchPrompt, temperature: float, turn: int) -> list[dict[str, Any]]:
-        """The records of a conversation: every message answered in every way, all of them going on from `off`."""
+        """Return the records of a conversation: each message answered by all methods, going on with `off`'s text."""
         records: list[dict[str, Any]] = []
-        history: list[dict[str, str]] = []
+        history: Messages = []
         key = {"id": prompt.id, "task": prompt.task, "temperature": temperature, "turn": turn}
-        texts = prompt.turns[: self._plan.messages]
         answered = 0
-        for text in texts:
+        for text in prompt.turns[: self._plan.messages]:
             history += _user(text)
-            ids = self._fitting(history)
+            ids = self._encode_if_room(history)
             if ids is None:
                 break
-            params = SamplingParams(
-                temperature=temperature, seed=self._seed(prompt, answered), max_tokens=self._plan.max_tokens
-            )
-            answers = {way.name: way.answer(ids, params) for way in self._order()}
-            plain = answers[PLAIN]
-            for way in self._ways:
-                answer = answers[way.name]
-                verdict = {"kind": "equal"} if answer is plain else self._judge(ids, plain, answer, params)
-                what = {"message": answered, "seed": params.seed, "cell": way.name, "prompt_tokens": len(ids)}
+            # The same seed for every method and turn, and whatever other prompts are measured.
+            seed = self._plan.seed + zlib.crc32(f"{prompt.id}/{answered}".encode())
+            params = SamplingParams(temperature=temperature, seed=seed, max_tokens=self._plan.max_tokens)
+            answers = {method.name: method.answer(ids, params) for method in self._order()}
+            plain = answers[OFF]
+            for method in self._methods:
+                answer = answers[method.name]
+                verdict = {"kind": "equal"}
+                if answer is not plain:
+                    verdict = self._compare(ids, plain, answer, params)
+                what = {"message": answered, "seed": seed, "cell": method.name, "prompt_tokens": len(ids)}
                 records.append({"kind": "run", **key, **what, **answer.as_dict(), "verdict": verdict})
             history.append({"role": "assistant", "content": self._decode(plain.tokens)})
             answered += 1
@@ -155,39 +150,33 @@ class Runner:
             record["messages"] = answered
         return records or [{"kind": "skipped", **key, "reason": "no room in the context"}]
 
-    def _order(self) -> list[Way]:
-        """Each way comes first as often as any other, and after each neighbour as often as before it."""
+    def _order(self) -> list[DecodingMethod]:
+        """Return the methods in a new order: each is first, and stands after each neighbour, as often as any other."""
         count, self._started = self._started, self._started + 1
-        places = count % len(self._ways)
-        order = self._ways[places:] + self._ways[:places]
+        places = count % len(self._methods)
+        order = self._methods[places:] + self._methods[:places]
         return order if count % 2 == 0 else order[::-1]
 
-    def _fitting(self, messages: list[dict[str, str]]) -> list[int] | None:
+    def _encode_if_room(self, messages: Messages) -> list[int] | None:
         ids = self._encode(messages)
         return ids if len(ids) + self._plan.max_tokens <= self._plan.max_context else None
 
-    def _seed(self, prompt: BenchPrompt, message: int) -> int:
-        """The same for every way and turn, and whatever other prompts are measured."""
-        return self._plan.seed + zlib.crc32(f"{prompt.id}/{message}".encode())
 
-
-def _user(text: str) -> list[dict[str, str]]:
+def _user(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
 
-def _key(prompt: BenchPrompt, temperature: float, turn: int) -> Group:
+def _key(prompt: BenchPrompt, temperature: float, turn: int) -> RunKey:
     return prompt.id, temperature, turn
 
 
-Kind = Literal["equal", "near-tie", "different", "unchecked"]
-
-
-def judge(
-    target: Any, prompt: list[int], plain: Answer, other: Answer, params: SamplingParams
+def compare_outputs(
+    target: Any, prompt: list[int], plain: Measurement, other: Measurement, params: SamplingParams
 ) -> dict[str, Any]:
-    """The verdict on an answer as plain JSON values: its `kind`, and where and by how much the two texts part.
+    """Compare an answer with plain decoding's; return the verdict as plain JSON values.
 
-    Half precision may flip a near-tie (`ddtree.flips`). In float32 any difference counts as one.
+    Its `kind` is "equal", "near-tie", "different" or "unchecked"; where the texts differ it also says at which token
+    and by which gap. Half precision may flip a near-tie (`ddtree.bench.near_ties`). In float32 any difference counts.
     """
     if not other.comparable:
         return {"kind": "unchecked"}
@@ -195,19 +184,17 @@ def judge(
         return {"kind": "equal"}
     flip = first_flip(target, prompt, plain.tokens, other.tokens, params.temperature, params.seed or 0)
     assert flip is not None
-    kind: Kind = "near-tie" if flip.near_tie and target.dtype != torch.float32 else "different"
-    gap = None if flip.gap == float("inf") else round(flip.gap, 6)
     return {
-        "kind": kind,
+        "kind": "near-tie" if flip.near_tie and target.dtype != torch.float32 else "different",
         "at": flip.index,
         "tokens": list(flip.tokens),
-        "gap": gap,
+        "gap": None if flip.gap == float("inf") else round(flip.gap, 6),
         "noise": round(flip.noise, 6),
     }
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """Plain JSON values: processor, cores this process may use, threads, accelerator, system."""
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return processor, cores this process may use, threads, accelerator and system as plain JSON values."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found: dict[str, Any] = {
         "processor": device_name(torch.device("cpu")),
@@ -221,9 +208,20 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of ddtree, torch, transformers and Python."""
     return {
         "ddtree": ddtree.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "python": ".".join(map(str, sys.version_info[:3])),
+        "python": platform.python_version(),
     }
+
+
+def busy_warning() -> str | None:
+    """Return a warning where other programs keep this machine's cores busy; None where it is idle or not known."""
+    if sys.platform == "win32":
+        return None
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < cores:
+        return None
+    return f"this machine is busy (load {load:.1f} on {cores} cores): the times will be too long, and uneven"

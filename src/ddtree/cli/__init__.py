@@ -1,4 +1,4 @@
-"""The command line: `ddtree generate | chat | inspect | demo | calibrate | train`.
+"""The command line: `ddtree generate | chat | serve | inspect | demo | bench | calibrate | train`.
 
 Errors a user can cause are one line on standard error and exit code 2. Commands import what they need only when they
 are the one that runs, so that `--help` does not wait for torch.
@@ -21,7 +21,10 @@ COMMANDS = {
     "chat": ("ddtree.cli.chat", "talk with a model"),
     "serve": ("ddtree.cli.serve", "an OpenAI-compatible endpoint, with a dashboard"),
     "inspect": ("ddtree.cli.inspect", "what a checkpoint is, whether a pair fits, and why not"),
-    "demo": ("ddtree.cli.demo", "the same prompts answered with and without a draft tree, side by side"),
+    "demo": (
+        "ddtree.cli.side_by_side",
+        "the same prompts answered with and without a draft tree, side by side",
+    ),
     "bench": ("ddtree.cli.bench", "measure ways of decoding side by side"),
     "calibrate": ("ddtree.cli.calibrate", "measure what rounds cost on this machine"),
     "train": ("ddtree.train.cli", "make a drafter for a target"),
@@ -30,11 +33,11 @@ FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
-    arguments, further = _split(list(sys.argv[1:] if argv is None else argv))
+    """Run a command; return the exit code: 0, 2 for an error, or 130 and 141 for an interrupt or a broken pipe."""
+    arguments, passthrough = _split(list(sys.argv[1:] if argv is None else argv))
     parser = _parser(arguments)
     args = parser.parse_args(arguments)
-    args.further = further
+    args.passthrough = passthrough
     if args.command is None:
         parser.print_help()
         return 0
@@ -64,14 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """A parser that says what is wrong in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and one line on standard error."""
         self.exit(FAILED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Of `serve`, what follows `--`: options of the engine that it starts."""
+    """Split off what follows `--` after `serve`: options of the engine that it starts."""
     if arguments[:1] != ["serve"] or "--" not in arguments:
         return arguments, []
     at = arguments.index("--")

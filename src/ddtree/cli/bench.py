@@ -1,23 +1,30 @@
-"""`ddtree bench`: ways of decoding measured side by side; `ddtree bench report`: tables and pictures of raw figures;
-`ddtree bench serve`: a server under load."""
+"""`ddtree bench`: methods of decoding measured side by side; `ddtree bench report`: tables and pictures of results;
+`ddtree bench serve`: drafting modes of a server compared."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import shlex
 import sys
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddtree.cli import bench_serve, options
+from ddtree.cli import options
 from ddtree.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ddtree.bench.methods import DecodingMethod, ModelPair
 
 _FULL = {"budgets": [8, 16, 32, 64, 128, "auto"], "max_tokens": 128, "per_task": None}
 _QUICK = {"budgets": [16, 64, "auto"], "max_tokens": 48, "per_task": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ddtree bench` and its actions `report` and `serve`."""
     parser.description = (
         "Measure ways of decoding side by side on one pair, check that the texts are the same, print tables."
     )
@@ -28,88 +35,129 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--budgets", nargs="+", type=options.budget, metavar="N",
                       help="trees where no cells are named (default: 8 16 32 64 128 auto)")  # fmt: skip
     what.add_argument("--baseline", action="append", default=[], metavar="NAME",
-                      help="transformers' own generate beside them: hf, prompt-lookup or assisted; "
-                      "repeatable")  # fmt: skip
+                      help="transformers' generate beside them: hf, prompt-lookup or assisted; repeatable")  # fmt: skip
     what.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T",
                       help="default: 0 1")  # fmt: skip
-    what.add_argument("--prompts", nargs="+", default=["small"], metavar="SET",
-                      help="small (40 of our own), a file of JSON lines {id, task, turns}, or of the hub: gsm8k, "
-                      "math500, aime, humaneval, mbpp, livecodebench, swebench-lite, mtbench, alpaca "
-                      "(default: small)")  # fmt: skip
-    what.add_argument("--per-task", type=int, metavar="N", help="most prompts of a task")
-    what.add_argument("--limit", type=int, metavar="N", help="most prompts in all")
+    _add_prompt_options(what, default=["small"])
     what.add_argument("--messages", type=int, metavar="N",
                       help="most user messages answered of a conversation (default: all)")  # fmt: skip
-    what.add_argument(
-        "-n", "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: 128)"
-    )
-    what.add_argument("--turns", type=int, default=1, metavar="N",
-                      help="how often everything is measured (default: 1)")  # fmt: skip
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    _add_repeat_options(what, turns=1, seed=0)
     what.add_argument("--quick", action="store_true",
                       help="few prompts, budgets and tokens: a few minutes on two cores")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE",
-                        help="raw figures, as JSON lines; a run that was broken off goes on there "
+                        help="results, as JSON lines; a run that was broken off goes on there "
                         "(default: bench-DATE.jsonl)")  # fmt: skip
     _add_report_options(parser)
     options.add_model_options(parser)
     actions = parser.add_subparsers(dest="action", metavar="{report,serve}")
-    report = actions.add_parser(
-        "report", help="tables and pictures of raw figures", description="Tables and pictures of raw figures."
-    )
+    # Defaults are suppressed in both: they would replace what is given before the action's name.
+    absent: Any = {"default": argparse.SUPPRESS}
+    report = actions.add_parser("report", help="tables and pictures of results",
+                                description="Print tables and draw pictures of results.")  # fmt: skip
     report.add_argument("raw", type=Path, help="written by ddtree bench")
-    # What stands before "report" shall not be forgotten.
-    report.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
-                        help="show the traceback of an error")  # fmt: skip
-    _add_report_options(report, default=argparse.SUPPRESS)
-    serve = actions.add_parser("serve", help="measure an OpenAI-compatible server under load")
-    serve.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
-                       help="show the traceback of an error")  # fmt: skip
-    bench_serve.add_arguments(serve)
+    report.add_argument("--debug", action="store_true", help="show the traceback of an error", **absent)
+    _add_report_options(report, **absent)
+    serve = actions.add_parser("serve", help="compare drafting modes of an OpenAI-compatible server")
+    serve.description = (
+        "Compare drafting modes of an OpenAI-compatible server; they take turns, block by block."
+    )
+    serve.add_argument("--debug", action="store_true", help="show the traceback of an error", **absent)
+    serve.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    serve.add_argument("--api-key", metavar="KEY")
+    serve.add_argument("--model", metavar="NAME", help="default: the first that the server names")
+    serve.add_argument("--drafting", nargs="+", metavar="MODE",
+                       help="off, chain, tree, auto, each also with :BUDGET, /DEPTH and @DRAFTER; the first one is "
+                       "the base (default: as the server is set)")  # fmt: skip
+    serve.add_argument(
+        "--concurrency", type=int, default=1, metavar="N", help="requests at once (default: 1)"
+    )
+    serve.add_argument("-t", "--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    _add_prompt_options(serve, **absent)
+    _add_repeat_options(serve, argparse.SUPPRESS, argparse.SUPPRESS, **absent)
+    serve.add_argument(
+        "--out", type=Path, metavar="FILE", help="every answer and its times, as JSON", **absent
+    )
 
 
-def run(args: argparse.Namespace) -> int:
-    options.forgiving_output()
-    if args.action == "serve":
-        return bench_serve.run(args)
-    if args.plots:
-        from ddtree.bench import report as plots
+def _add_prompt_options(group: argparse._ActionsContainer, default: Any) -> None:
+    absent = argparse.SUPPRESS if default is argparse.SUPPRESS else None
+    group.add_argument("--prompts", nargs="+", default=default, metavar="SET",
+                       help="small (40 of our own), a file of JSON lines {id, task, turns}, or of the hub: gsm8k, "
+                       "math500, aime, humaneval, mbpp, livecodebench, swebench-lite, mtbench, alpaca "
+                       "(default: small)")  # fmt: skip
+    group.add_argument("--per-task", type=int, default=absent, metavar="N", help="most prompts of a task")
+    group.add_argument("--limit", type=int, default=absent, metavar="N", help="most prompts in all")
 
-        plots.check()
-    if args.action == "report":
-        _apart(args.raw, args.markdown)
-        return _report(args.raw, args)
-    return _measure(args)
+
+def _add_repeat_options(
+    group: argparse._ActionsContainer, turns: Any, seed: Any, default: Any = None
+) -> None:
+    group.add_argument("-n", "--max-tokens", type=int, default=default, metavar="N",
+                       help="most tokens of an answer (default: 128)")  # fmt: skip
+    group.add_argument("--turns", type=int, default=turns, metavar="N",
+                       help="how often everything is measured (default: 1)")  # fmt: skip
+    group.add_argument("--seed", type=int, default=seed, metavar="N", help="default: 0")
 
 
 def _add_report_options(parser: argparse.ArgumentParser, default: Any = None) -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", default=default,
-                        help="put the tables into a document, in place of those made of the same file "
-                        "before")  # fmt: skip
-    parser.add_argument(
-        "--plots", type=Path, metavar="FOLDER", default=default, help="draw pictures (needs matplotlib)"
-    )
+                        help="put the tables into a document, in place of those of the same file")  # fmt: skip
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", default=default,
+                        help="draw pictures (needs matplotlib)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, report or load a server; return 1 where a text differs for no known reason or an answer failed."""
+    options.replace_unencodable_output()
+    if args.action == "serve":
+        return _serve(args)
+    if args.plots:
+        from ddtree.bench import plots
+
+        plots.check_matplotlib()
+    if args.action == "report":
+        _check_apart(args.raw, args.markdown)
+        return _report(args.raw, args)
+    return _measure(args)
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from ddtree.bench import methods as cells
-    from ddtree.bench import prompt_sets as prompts
-    from ddtree.bench import results as raw
-    from ddtree.bench import runner as machine
-    from ddtree.bench.methods import Baseline, Lane, Pair
-    from ddtree.bench.runner import Plan, Runner, judge
-    from ddtree.cli.side_by_side import busy
+    from ddtree.bench import methods, prompt_sets, runner
+    from ddtree.bench.results import ResultsFile
 
     _settle(args)
-    chosen = prompts.read(args.prompts, args.per_task, args.limit)
-    pair = Pair(options.load_model(args))
-    names = args.cells or cells.usual(args.budgets, drafting=bool(pair.members))
-    ways = pair.ways(names, args.baseline)
-    header = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    prompts = prompt_sets.read(args.prompts, args.per_task, args.limit)
+    pair = methods.ModelPair(options.load_model(args))
+    names = args.cells or methods.default_methods(args.budgets, drafting=bool(pair.members))
+    compared = pair.methods(names, args.baseline)
+    plan = runner.BenchPlan(
+        prompts, args.temperatures, args.turns, args.messages, args.max_tokens, pair.target.max_context, args.seed
+    )  # fmt: skip
+    if warning := runner.busy_warning():
+        print(f"ddtree: {warning}", file=sys.stderr)
+    header = _header(args, pair, compared, prompt_sets.digest(prompts))
+    with ResultsFile(args.out, header) as results:
+        if results.done:
+            print(f"ddtree: going on with {args.out}", file=sys.stderr)
+        runner.BenchRunner(
+            compared, plan, encode=pair.encode, decode=pair.decode, results=results,
+            compare=lambda *given: runner.compare_outputs(pair.target, *given),
+        ).run()  # fmt: skip
+    return _report(args.out, args)
+
+
+def _header(
+    args: argparse.Namespace, pair: ModelPair, compared: list[DecodingMethod], digest: str
+) -> dict[str, Any]:
+    """Return the first line of the results: what was measured, on what, when and how."""
+    from ddtree.bench import runner
+    from ddtree.bench.methods import BASELINES
+
+    return {
+        "date": _now(),
         "command": shlex.join(["ddtree", *sys.argv[1:]]),
-        "machine": machine.describe(pair.target.device),
-        "versions": machine.versions(),
+        "machine": runner.describe_machine(pair.target.device),
+        "versions": runner.versions(),
         "acceptance_seen": {name: known.seen for name, known in pair.acceptance().items()},
         "settings": {
             "target": args.target,
@@ -118,50 +166,28 @@ def _measure(args: argparse.Namespace) -> int:
             "device": str(pair.target.device),
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "max_context": pair.target.max_context,
-            "cells": [way.name for way in ways if isinstance(way, Lane)],
-            "baselines": [way.name for way in ways if isinstance(way, Baseline)],
+            "cells": [method.name for method in compared if method.name not in BASELINES],
+            "baselines": [method.name for method in compared if method.name in BASELINES],
             "temperatures": args.temperatures,
             "prompts": [str(name) for name in args.prompts],
-            "prompts_digest": prompts.digest(chosen),
+            "prompts_digest": digest,
             "max_tokens": args.max_tokens,
             "turns": args.turns,
             "messages": args.messages,
             "seed": args.seed,
         },
     }
-    plan = Plan(
-        chosen,
-        args.temperatures,
-        args.turns,
-        args.messages,
-        args.max_tokens,
-        pair.target.max_context,
-        args.seed,
-    )
-    if warning := busy():
-        print(f"ddtree: {warning}", file=sys.stderr)
-    with raw.Log(args.out, header) as log:
-        if log.done:
-            print(f"ddtree: going on with {args.out}", file=sys.stderr)
-        runner = Runner(
-            ways, plan, encode=pair.encode, decode=pair.decode, log=log,
-            judge=lambda *given: judge(pair.target, *given),
-        )  # fmt: skip
-        runner.run()
-    return _report(args.out, args)
 
 
 def _report(path: Path, args: argparse.Namespace) -> int:
-    """Print the tables, and write what was asked for; 1 where a text differs for no known reason."""
-    from ddtree.bench import report as document
-    from ddtree.bench import report as plots
-    from ddtree.bench import results as raw
+    """Print the tables, and write what was asked for; return 1 where a text differs for no known reason."""
+    from ddtree.bench import plots, report, results
 
-    found = raw.read(path)
-    print(document.terminal(found))
+    found = results.read(path)
+    print(report.terminal(found))
     drawn = plots.draw(found, args.plots) if args.plots else []
     if args.markdown:
-        document.write(args.markdown, path, found, drawn)
+        report.write(args.markdown, path, found, drawn)
     if args.action != "report":
         print(f"\nraw figures: {path}")
     baselines = found.settings["baselines"]
@@ -169,8 +195,40 @@ def _report(path: Path, args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def _serve(args: argparse.Namespace) -> int:
+    """Compare drafting modes of a server; return 1 where an answer failed."""
+    from ddtree.bench import load, prompt_sets
+
+    most = 128 if args.max_tokens is None else args.max_tokens
+    fields = {"max_tokens": most, "temperature": args.temperature, "seed": args.seed}
+    prompts = prompt_sets.read(args.prompts, args.per_task, args.limit)
+    modes = tuple(dict.fromkeys(args.drafting or [load.AS_SERVED]))
+    plan = load.LoadPlan(prompts, modes, args.concurrency, args.turns, fields)
+    about = {"url": args.url, "date": _now(), "concurrency": args.concurrency, **fields}
+    _write_json(args.out, about)  # a file that cannot be written is told before anything is measured
+    model, replies = asyncio.run(load.measure(args.url, plan, args.api_key, args.model))
+    about = {"model": model, **about}
+    _write_json(args.out, {**about, "answers": [asdict(reply) for reply in replies]})
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    print(f"\n{load.load_table(replies).text()}")
+    errors = list(dict.fromkeys(reply.error for reply in replies if reply.error))
+    for error in errors:
+        print(f"failed: {error}")
+    return 1 if errors else 0
+
+
+def _write_json(path: Path | None, value: dict[str, Any]) -> None:
+    if path is not None:
+        try:
+            path.write_text(json.dumps(value) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--out {path} cannot be written ({error.strerror}): name another file"
+            ) from error
+
+
 def _settle(args: argparse.Namespace) -> None:
-    """Fill in what was not given, and refuse what cannot be."""
+    """Fill in what was not given, and raise ConfigError for what cannot be."""
     from ddtree.sampling.sampler import SamplingParams
 
     for name, usual in (_QUICK if args.quick else _FULL).items():
@@ -187,9 +245,13 @@ def _settle(args: argparse.Namespace) -> None:
     args.temperatures = list(dict.fromkeys(args.temperatures))
     if args.out is None:
         args.out = Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
-    _apart(args.out, args.markdown)
+    _check_apart(args.out, args.markdown)
 
 
-def _apart(raw: Path, markdown: Path | None) -> None:
+def _check_apart(raw: Path, markdown: Path | None) -> None:
     if markdown is not None and markdown.resolve() == raw.resolve():
         raise ConfigError(f"--markdown {markdown} is the file of raw figures: name another file")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""`ddtree calibrate`: measures what rounds cost here, and how often drafts are accepted, and keeps it for `auto`."""
+"""`ddtree calibrate`: measures the time of rounds on this machine, and acceptance if asked, and keeps it for `auto`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from ddtree.cli.options import add_model_options, load_model
 from ddtree.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ddtree.bench.report import Table
     from ddtree.policy.latency import LatencyModel
 
-_LEARNT_TOKENS = 64
+_ANSWER_TOKENS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ddtree calibrate`."""
     add_model_options(parser)
     group = parser.add_argument_group("what to measure")
     group.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N",
@@ -40,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure, print and save; return 0. Raises the errors of `load`, and ConfigError for what cannot be measured."""
+    from tqdm import tqdm
+
     from ddtree.policy import Policy, measure, store
 
     if args.into and not (args.learn and Path(args.into).is_dir()):
@@ -47,9 +52,15 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args)
     if args.into and not _holds_drafter(Path(args.into), model.drafter_folder):
         raise ConfigError(f"--into {args.into} holds no drafter: name the folder of one")
-    lessons = _lessons(model, args) if args.learn else []
+    prompts = _prompts(model, args) if args.learn else []
     target, drafter = model.target, model.engine.drafter
-    line = _Line()
+    bar: tqdm | None = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        bar = tqdm(desc="measuring", total=total, unit="turn") if bar is None else bar
+        bar.update(done - bar.n)
+
     try:
         measured = measure.calibrate(
             target,
@@ -58,18 +69,19 @@ def run(args: argparse.Namespace) -> int:
             contexts=args.contexts or measure.CONTEXTS,
             widths=args.widths,
             turns=args.turns,
-            progress=line.update,
+            progress=progress,
         )
     finally:
-        line.close()
+        if bar is not None:
+            bar.close()
     print(report(measured))
     key = store.key(target, drafter)
     if args.out:
         store.write(Path(args.out), {"key": key, "model": measured.as_dict()})
         print(f"\nwritten to {args.out}")
     print(f"\nsaved for this pair, device, dtype and number of threads: {store.save(key, measured)}")
-    if lessons:
-        _learn(model, Policy(measured), lessons, args.into)
+    if prompts:
+        _learn(model, Policy(measured), prompts, args.into)
     return 0
 
 
@@ -77,44 +89,41 @@ def _holds_drafter(folder: Path, loaded: Path | None) -> bool:
     return (folder / "config.json").is_file() or (loaded is not None and folder.resolve() == loaded.resolve())
 
 
-def _lessons(model: Any, args: argparse.Namespace) -> list[list[int]]:
-    """Token ids of the prompts that leave room for an answer. Raises ConfigError when none does."""
-    from ddtree.bench import prompt_sets as prompts
+def _prompts(model: Any, args: argparse.Namespace) -> list[list[int]]:
+    """Return the token ids of the prompts that leave room for an answer. Raises ConfigError when none does."""
+    from ddtree.bench import prompt_sets
 
     chat = getattr(model.tokenizer, "chat_template", None) is not None
-    chosen = prompts.read([args.prompts], args.per_task)
+    chosen = prompt_sets.read([args.prompts], args.per_task)
     every = [model.encode(prompt.turns[0], chat=chat) for prompt in chosen]
-    fitting = [ids for ids in every if len(ids) + _LEARNT_TOKENS <= model.target.max_context]
+    fitting = [ids for ids in every if len(ids) + _ANSWER_TOKENS <= model.target.max_context]
     if not fitting:
         raise ConfigError(
-            f"no prompt of {args.prompts} leaves room for {_LEARNT_TOKENS} tokens in the context of "
+            f"no prompt of {args.prompts} leaves room for {_ANSWER_TOKENS} tokens in the context of "
             f"{model.target.max_context}: name shorter ones with --prompts"
         )
     return fitting
 
 
-def _learn(model: Any, policy: Any, lessons: list[list[int]], into: str | None) -> None:
+def _learn(model: Any, policy: Any, prompts: list[list[int]], into: str | None) -> None:
     """Answer prompts with each arm, greedily and at temperature 1, and keep the acceptance seen until the end."""
+    from tqdm import tqdm
+
     from ddtree.policy import memory, store
     from ddtree.policy.arms import OFF, arms_for
-    from ddtree.progress import ProgressLine
     from ddtree.sampling.sampler import SamplingParams
 
     engine = model.engine
     engine.policy = policy
     arms = [arm for arm in arms_for("auto", engine.members) if arm != OFF]
-    answers = [(ids, temperature, arm) for ids in lessons for temperature in (0.0, 1.0) for arm in arms]
-    line = ProgressLine("learning", len(answers), "answers")
+    answers = [(ids, temperature, arm) for ids in prompts for temperature in (0.0, 1.0) for arm in arms]
     try:
-        for done, (ids, temperature, arm) in enumerate(answers):
-            line.update(done)
-            params = SamplingParams(temperature=temperature, seed=0, max_tokens=_LEARNT_TOKENS)
+        for ids, temperature, arm in tqdm(answers, "learning", unit="answer"):
+            params = SamplingParams(temperature=temperature, seed=0, max_tokens=_ANSWER_TOKENS)
             engine.add(ids, params, method=arm.method, budget="auto", members=arm.members)
             while not engine.idle:
                 engine.step()
-        line.update(len(answers))
     finally:
-        line.close()
         wanted = store.key(model.target, engine.drafter)
         for file in (memory.cached(wanted), *([Path(into) / memory.FILE] if into else [])):
             memory.save(file, policy.acceptance)
@@ -122,12 +131,12 @@ def _learn(model: Any, policy: Any, lessons: list[list[int]], into: str | None) 
 
 
 def report(model: LatencyModel) -> str:
-    """The machine, a table for each number of rows, and the error on points held out of the fit."""
+    """Return the machine, a table for each number of rows, and the error on points held out of the fit."""
     from ddtree.policy.heldout import held_out
 
     machine = ", ".join(f"{name} {value}" for name, value in model.machine.items())
     parts = [f"measured on: {machine}"]
-    parts += [_table(model, rows) for rows in sorted({point.rows for point in model.points})]
+    parts += [_table(model, rows).text() for rows in sorted({point.rows for point in model.points})]
     parts.append(
         "Verification and drafting in milliseconds, as fitted; drafting is by all drafters, at the first context. The "
         "ceiling is that of a round in which every node is accepted, or a path of 16."
@@ -145,41 +154,22 @@ def report(model: LatencyModel) -> str:
     return "\n\n".join(parts)
 
 
-def _table(model: LatencyModel, rows: int) -> str:
+def _table(model: LatencyModel, rows: int) -> Table:
+    """Return the times of one number of rows, by nodes and context."""
+    from ddtree.bench.report import Table
     from ddtree.tree import MAX_DEPTH
 
     points = [point for point in model.points if point.rows == rows]
     contexts = sorted({point.context for point in points})
     drafters = [name for name in model.draft_points if "+" not in name]
-    head = ["nodes a row", *(f"{context:g}" for context in contexts), "draft", "tokens/s ceiling"]
-    lines = [head]
+    lines = []
     for width in sorted({point.width for point in points}):
         verify = [model.verify(width, rows, context) for context in contexts]
         draft = model.draft(drafters, width, rows, contexts[0]) if width > 1 else 0.0
         ceiling = rows * min(width, MAX_DEPTH + 1) / (verify[0] + draft + model.overhead())
-        cells = [f"{1000 * seconds:.1f}" for seconds in [*verify, draft]]
-        lines.append([str(width), *cells, f"{ceiling:.0f}"])
-    sizes = [max(len(line[place]) for line in lines) for place in range(len(head))]
-    table = ["  ".join(cell.rjust(size) for cell, size in zip(line, sizes, strict=True)) for line in lines]
-    title = "1 sequence" if rows == 1 else f"{rows} sequences"
-    return "\n".join([f"{title}, by tokens of prompt and answer so far", *table])
-
-
-class _Line:
-    """The progress line, begun when it is known how much there is to do."""
-
-    def __init__(self) -> None:
-        from ddtree.progress import ProgressLine
-
-        self._make = ProgressLine
-        self._line: ProgressLine | None = None
-
-    def update(self, done: int, total: int) -> None:
-        if self._line is None:
-            self._line = self._make("measuring", total, "turns")
-            self._line.update(0)
-        self._line.update(done)
-
-    def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
+        lines.append(
+            [str(width), *(f"{1000 * seconds:.1f}" for seconds in [*verify, draft]), f"{ceiling:.0f}"]
+        )
+    title = f"{rows} {'sequence' if rows == 1 else 'sequences'}, by tokens of prompt and answer so far"
+    header = ["nodes a row", *(f"{context:g}" for context in contexts), "draft", "tokens/s ceiling"]
+    return Table(title, header, lines)

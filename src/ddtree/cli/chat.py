@@ -21,6 +21,7 @@ _HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ddtree chat`."""
     parser.add_argument("--stats", action="store_true", help="print figures after each answer")
     options.add_prompt_options(parser)
     options.add_model_options(parser)
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options.forgiving_output()
+    """Talk until the user leaves; return 0. Raises the errors of `load` and `stream`."""
+    options.replace_unencodable_output()
     with options.load_model(args) as model:
         return _talk(model, args)
 
@@ -59,13 +61,13 @@ def _talk(model: Model, args: argparse.Namespace) -> int:
         if text in ("/help", "/?"):
             print(_HELP, flush=True)
             continue
-        turn = [*history, {"role": "user", "content": text}]
+        messages = [*history, {"role": "user", "content": text}]
         try:
-            result = _answer(model, turn if templated else _plain(turn), chosen)
+            result = _answer(model, messages if templated else _plain(messages), chosen)
         except PromptError as error:
             print(f"ddtree: {error} (/reset begins anew)", file=sys.stderr)
             continue
-        history = [*turn, {"role": "assistant", "content": result.text}]
+        history = [*messages, {"role": "assistant", "content": result.text}]
         if args.stats:
             print(options.stats_line(result.stats), file=sys.stderr)
     return 0
@@ -82,9 +84,9 @@ def _answer(model: Any, prompt: Any, chosen: dict[str, Any]) -> Any:
     return stream.result
 
 
-def _plain(turns: list[dict[str, str]]) -> str:
-    """A conversation for a model without a template: the texts, one a line."""
-    return "".join(turn["content"] + "\n" for turn in turns)
+def _plain(messages: list[dict[str, str]]) -> str:
+    """Return a conversation for a model without a template: the texts, one per line."""
+    return "".join(message["content"] + "\n" for message in messages)
 
 
 def _lines(interactive: bool) -> Iterator[str]:

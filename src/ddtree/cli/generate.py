@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ddtree generate`."""
     parser.add_argument("prompt", nargs="?", help="text; without it, --file or standard input")
     parser.add_argument("--file", type=Path, help="read the prompt from a file")
     parser.add_argument("--json", action="store_true", help="print text, tokens and figures as JSON")
@@ -28,12 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Answer the prompt; return 0. Raises the errors of `load` and `generate`."""
     if args.logprobs is not None and not args.json:
         raise ConfigError("--logprobs is shown with --json only: add it, or leave --logprobs out")
     text = read_prompt(args)
     if not text:
         raise PromptError("the prompt is empty: give at least one character")
-    options.forgiving_output()
+    options.replace_unencodable_output()
     with options.load_model(args) as model:
         result = _answer(model, text, args)
     if args.stats:
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(model: Model, text: str, args: argparse.Namespace) -> Result:
-    """Answer the prompt on standard output."""
+    """Write the answer to standard output."""
     chosen = options.generation_options(args)
     if args.logprobs is not None:
         chosen["logprobs"] = args.logprobs
@@ -62,7 +64,7 @@ def _answer(model: Model, text: str, args: argparse.Namespace) -> Result:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt from the argument, the file, or standard input, whose last line break is not part of it.
+    """Return the prompt from the argument, the file, or standard input, without its last line break.
 
     Raises:
         PromptError: there is none, or more than one, or it cannot be read.

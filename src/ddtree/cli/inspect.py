@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import argparse
 
+from ddtree.cli import options
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "name", nargs="?", default="demo", help="a target or a drafter: demo, a folder, a hub id, draft:MODEL"
-    )
+    """Add the options of `ddtree inspect`."""
+    parser.add_argument("name", nargs="?", default="demo",
+                        help="a target or a drafter: demo, a folder, a hub id, draft:MODEL")  # fmt: skip
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--target", metavar="NAME", help="the target, when the first is a drafter")
     other.add_argument("--drafter", metavar="NAME", help="the drafter, when the first is a target")
-    other.add_argument(
-        "--vllm", action="store_true", help="whether draft trees can run in the vLLM that is installed"
-    )
+    other.add_argument("--vllm", action="store_true",
+                       help="whether draft trees can run in the vLLM that is installed")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the report; return 1 where a pair does not fit, or draft trees cannot run in vLLM."""
     if args.vllm:
         return _vllm()
-    from transformers.utils import logging
-
     from ddtree.inspection import inspect
 
-    if not args.debug:
-        logging.set_verbosity_error()
+    options.quiet_transformers(args.debug)
     report = inspect(args.name, target=args.target, drafter=args.drafter)
     print(report)
-    return 1 if report.misfits else 0
+    return 1 if report.incompatibilities else 0
 
 
 def _vllm() -> int:

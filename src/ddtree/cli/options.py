@@ -14,10 +14,16 @@ if TYPE_CHECKING:
     from ddtree.api import Model
 
 MAX_TOKENS = 512
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Options of the commands that are named like the parameters of `Model.generate`.
+_SAMPLING = (
+    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words",
+    "min_tokens", "stop", "stop_token_ids", "seed",
+)  # fmt: skip
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """The target is an argument without a name when it is `positional`."""
+    """Add target, drafter and device; the target is an argument without a name when it is `positional`."""
     group = parser.add_argument_group("model")
     name: dict[str, Any] = {"nargs": "?", "metavar": "TARGET"} if positional else {"metavar": "NAME"}
     group.add_argument("target" if positional else "--target", default="demo", **name,
@@ -26,24 +32,26 @@ def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Fal
                        help="auto, none, lookup, demo, draft:MODEL, or a drafter's folder or hub id; given several "
                        "times, they are merged into one tree (default: auto)")  # fmt: skip
     group.add_argument("--device", help="cuda, mps or cpu (default: the first of these there is)")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                       help="default: the checkpoint's own")  # fmt: skip
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the checkpoint's own")
     group.add_argument("--max-context", type=int, metavar="N", help="most tokens of prompt and answer")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
+    """Add method, budget and depth of drafting."""
     group = parser.add_argument_group("drafting (changes the time, never the text)")
     group.add_argument("--method", choices=("auto", "off", "chain", "tree"), default="auto",
                        help="default: auto, whichever is fastest")  # fmt: skip
     group.add_argument("--budget", type=budget, default="auto", metavar="N",
                        help="most drafted tokens checked in one forward pass, or auto: as many as pay on this machine "
                        "(default: auto)")  # fmt: skip
-    group.add_argument("--depth", type=int, default=16, metavar="N",
-                       help="how far ahead to draft (default: 16)")  # fmt: skip
+    group.add_argument(
+        "--depth", type=int, default=16, metavar="N", help="tokens to draft ahead (default: 16)"
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add the parameters of sampling and the ends of an answer."""
     group = parser.add_argument_group("sampling")
     group.add_argument("-n", "--max-tokens", type=int, default=MAX_TOKENS, metavar="N",
                        help="most tokens of an answer (default: %(default)s)")  # fmt: skip
@@ -62,76 +70,76 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
                        help="text that the answer may not contain as these tokens; repeatable")  # fmt: skip
     group.add_argument("--min-tokens", type=int, metavar="N")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
-    group.add_argument("--stop-token", action="append", type=int, dest="stop_token_ids", metavar="ID",
-                       help="repeatable")  # fmt: skip
+    group.add_argument(
+        "--stop-token", action="append", type=int, dest="stop_token_ids", metavar="ID", help="repeatable"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
     group.add_argument("--seed", type=int, metavar="N", help="default: a fresh one, told by --json")
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """Add --raw and --system."""
     group = parser.add_argument_group("prompt")
-    group.add_argument("--raw", action="store_true",
-                       help="take the prompt as it is, without the chat template")  # fmt: skip
+    group.add_argument(
+        "--raw", action="store_true", help="take the prompt as it is, without the chat template"
+    )
     group.add_argument("--system", metavar="TEXT", help="system message before the prompt")
 
 
 def load_model(args: argparse.Namespace, **more: Any) -> Model:
-    """The model that the options name, with `more` arguments of `ddtree.load`, whose errors it raises."""
+    """Load the model that the options name, with `more` arguments of `ddtree.load`, whose errors it raises."""
     if args.threads is not None and not 1 <= args.threads <= 1024:
         raise ConfigError(f"--threads {args.threads} is outside 1..1024")
     import torch
-    from transformers.utils import logging
 
     from ddtree.api import load
 
-    if not args.debug:
-        logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers(args.debug)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     drafters = args.drafter or ["auto"]
-    return load(
-        args.target,
-        drafters[0] if len(drafters) == 1 else drafters,
-        device=args.device,
-        dtype=args.dtype,
-        max_context=args.max_context,
-        **more,
-    )
+    drafter = drafters[0] if len(drafters) == 1 else drafters
+    chosen = {name: getattr(args, name) for name in ("device", "dtype", "max_context")}
+    return load(args.target, drafter, **chosen, **more)
+
+
+def quiet_transformers(debug: bool) -> None:
+    """Turn off transformers' progress bars and, unless debugging, its warnings."""
+    from transformers.utils import logging
+
+    if not debug:
+        logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `Model.generate` that the options give."""
-    names = (
-        "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words",
-        "min_tokens", "stop", "stop_token_ids", "seed",
-    )  # fmt: skip
-    chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    """Return the arguments of `Model.generate` that the options give."""
+    chosen = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     temperature = args.temperature
     if temperature is None:
         temperature = 1.0 if {"top_k", "top_p", "min_p", "seed"} & set(chosen) else 0.0
     if args.logit_bias:
         chosen["logit_bias"] = _biases(args.logit_bias)
-    chosen |= {"temperature": temperature, "max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
-    return {**chosen, "method": args.method, "budget": args.budget, "depth": args.depth}
+    others = {name: getattr(args, name) for name in ("max_tokens", "ignore_eos", "method", "budget", "depth")}
+    return {**chosen, "temperature": temperature, **others}
 
 
 def is_chat(args: argparse.Namespace, model: Model) -> bool:
-    """Whether text goes through the chat template: where there is one, unless --raw."""
+    """Return whether text goes through the chat template: where there is one, unless --raw. Raises ConfigError."""
     templated = getattr(model.tokenizer, "chat_template", None) is not None
     if args.system and (args.raw or not templated):
         raise ConfigError("--system needs a chat template: the target has none, or --raw turned it off")
     return templated and not args.raw
 
 
-def forgiving_output() -> None:
-    """A model may write characters that the terminal's encoding lacks: show a replacement."""
+def replace_unencodable_output() -> None:
+    """Show a replacement for characters of the model that the terminal's encoding lacks, in place of an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def json_line(value: Any) -> str:
-    """JSON in one line, with characters that standard output cannot show as escapes."""
+    """Return JSON in one line, with characters that standard output cannot show as escapes."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
@@ -141,35 +149,33 @@ def json_line(value: Any) -> str:
 
 
 def stats_line(stats: Any) -> str:
-    """Figures of one answer in one line."""
-    ways = stats.arms.most_common(1)
-    way = "no drafting" if not ways or ways[0][0] == "off" else f"mostly {ways[0][0]}"
+    """Return the figures of one answer in one line."""
+    arms = stats.arms.most_common(1)
+    most = "no drafting" if not arms or arms[0][0] == "off" else f"mostly {arms[0][0]}"
     return (
         f"{stats.output_tokens} tokens in {stats.total:.2f} s ({stats.tokens_per_second:.1f} tokens/s), the first "
-        f"after {stats.ttft:.2f} s; {stats.rounds} rounds, {stats.tau:.2f} tokens a round; {way}"
+        f"after {stats.ttft:.2f} s; {stats.rounds} rounds, {stats.tau:.2f} tokens a round; {most}"
     )
 
 
 def _biases(texts: list[str]) -> dict[str, float]:
+    """Parse --logit-bias ID=X, each token once. Raises ConfigError."""
     biases: dict[str, float] = {}
-    for token, value in map(_bias, texts):
+    for text in texts:
+        token, _, value = text.partition("=")
+        token = token.strip()
         if token in biases:
             raise ConfigError(f"--logit-bias names token {token} twice: give it once")
-        biases[token] = value
+        try:
+            biases[token] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"--logit-bias {text!r} must be written ID=NUMBER") from error
     return biases
 
 
 def budget(text: str) -> int | str:
-    """A number of nodes, or `auto`."""
+    """Parse a number of nodes, such as 16, or "auto"."""
     try:
         return "auto" if text == "auto" else int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error
-
-
-def _bias(text: str) -> tuple[str, float]:
-    token, _, value = text.partition("=")
-    try:
-        return token.strip(), float(value)
-    except ValueError as error:
-        raise ConfigError(f"--logit-bias {text!r} must be written ID=NUMBER") from error

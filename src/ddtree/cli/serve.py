@@ -13,13 +13,13 @@ from ddtree.cli import options
 from ddtree.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ddtree.server.limits import Limits
-    from ddtree.server.state import Settings
+    from ddtree.server.config import HttpSettings, ServerLimits
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ddtree serve`."""
     options.add_model_options(parser, positional=True)
     options.add_drafting_options(parser)
     group = parser.add_argument_group("engine")
@@ -81,10 +81,13 @@ def _add_security(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; return 0. Raises ConfigError and the errors of `load`."""
     if args.engine == "vllm":
         return _on_vllm(args)
-    if args.further:
-        raise ConfigError(f"{args.further[0]} after -- is for --engine vllm: give it before, or drop the --")
+    if args.passthrough:
+        raise ConfigError(
+            f"{args.passthrough[0]} after -- is for --engine vllm: give it before, or drop the --"
+        )
     if args.drafting == "off":
         raise ConfigError("--drafting off is for --engine vllm: give --method off")
     try:
@@ -94,12 +97,12 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"ddtree serve needs {error.name}: pip install 'ddtree[serve]'") from error
     from ddtree.server.app import create_app
-    from ddtree.server.drafting import Drafting
-    from ddtree.server.run import Server, bind, url
-    from ddtree.server.worker import Service
+    from ddtree.server.config import DraftSettings
+    from ddtree.server.run import HttpServer, bind, url
+    from ddtree.server.worker import EngineThread
 
     logging.basicConfig(level=logging.WARNING, format="ddtree: %(levelname)s: %(message)s")
-    drafting = Drafting(method=args.method, depth=args.depth, budget=args.budget)
+    drafting = DraftSettings(method=args.method, depth=args.depth, budget=args.budget)
     limits, settings = _limits(args), _settings(args)
     # What is wrong with the address is told before a model is loaded.
     bound = bind(args.host, args.port)
@@ -110,11 +113,13 @@ def run(args: argparse.Namespace) -> int:
         args, max_rows=args.max_rows, cache_bytes=args.kv_memory, prefix_bytes=args.prefix_memory,
         prefill_chunk=args.prefill_chunk,
     ) as model:  # fmt: skip
-        service = Service(model, name=args.name or _name(args.target), drafting=drafting, limits=limits)
-        server = Server(create_app(service, settings), service, grace=args.grace, access_log=args.access_log)
-        service.start()
+        worker = EngineThread(model, name=args.name or _name(args.target), drafting=drafting, limits=limits)
+        server = HttpServer(
+            create_app(worker, settings), worker, grace=args.grace, access_log=args.access_log
+        )
+        worker.start()
         print(
-            f"ddtree: {service.name} at {url(bound)}/v1, dashboard at {url(bound)}/ (Ctrl-C stops)",
+            f"ddtree: {worker.name} at {url(bound)}/v1, dashboard at {url(bound)}/ (Ctrl-C stops)",
             flush=True,
         )
         server.serve_on(bound)
@@ -126,15 +131,15 @@ def _on_vllm(args: argparse.Namespace) -> int:
 
     defaults = argparse.ArgumentParser()
     add_arguments(defaults)
-    return serve(args, defaults.parse_args([]), _api_keys(args), args.further)
+    return serve(args, defaults.parse_args([]), _api_keys(args), args.passthrough)
 
 
-def _limits(args: argparse.Namespace) -> Limits:
-    from ddtree.server.limits import Limits
+def _limits(args: argparse.Namespace) -> ServerLimits:
+    from ddtree.server.config import ServerLimits
 
     if not 0 <= args.grace <= 86400:
         raise ConfigError(f"--grace {args.grace:g} is outside 0..86400")
-    return Limits(
+    return ServerLimits(
         max_waiting=args.max_waiting,
         max_body_bytes=args.max_body,
         max_tokens=args.max_tokens,
@@ -144,9 +149,9 @@ def _limits(args: argparse.Namespace) -> Limits:
     )
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace) -> HttpSettings:
+    from ddtree.server.config import HttpSettings
     from ddtree.server.run import LOOPBACK
-    from ddtree.server.state import Settings
 
     keys = _api_keys(args)
     for origin in args.cors_origin:
@@ -156,7 +161,7 @@ def _settings(args: argparse.Namespace) -> Settings:
             )
     # Without a key, a page of another site whose name leads to this machine could ask as well as a local one.
     local = (args.host in LOOPBACK or args.host.startswith("127.")) and not keys
-    return Settings(
+    return HttpSettings(
         api_keys=tuple(keys),
         cors_origins=tuple(args.cors_origin),
         hosts=(*LOOPBACK, args.host, *args.allowed_host) if local else None,
@@ -185,7 +190,7 @@ def _keys(file: Path) -> list[str]:
 
 
 def _name(target: str) -> str:
-    """What clients call a target: a folder by its last part, others as they are."""
+    """Return the name of a target for clients: a folder's last part, others as they are."""
     folder = Path(target).expanduser()
     return folder.resolve().name if folder.is_dir() else target
 

@@ -1,37 +1,237 @@
-"""The demo: the same prompts answered one token at a time and with draft trees, compared and timed."""
+"""`ddtree demo`: the same prompts answered one token at a time and with draft trees, compared and timed."""
 
 from __future__ import annotations
 
-import io
-import os
+import argparse
 import shutil
 import sys
 import time
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
+from ddtree.cli import options
 
-from ddtree.api import Model, Result, load
-from ddtree.bench.near_ties import Flip, first_flip
-from ddtree.model.target import Target
-from ddtree.policy.arms import AutoBudget, AutoMethod
+if TYPE_CHECKING:
+    from ddtree.api import Model, Result
+    from ddtree.bench.near_ties import Flip
 
-MIN_WIDTH = 72
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Give me five short tips for learning a new language.",
+    "What is the difference between a list and a tuple in Python?",
+)
+TITLES = ("one token at a time", "with draft trees")
+METHODS = ("off", "auto")
+MIN_WIDTH = 72  # cells of a terminal for two columns
 _DIVIDER = " │ "
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ddtree demo`."""
+    parser.add_argument("prompt", nargs="*", help="prompts (default: three of its own)")
+    parser.add_argument("--target", default="demo", metavar="NAME", help="default: demo")
+    parser.add_argument("--drafter", default="auto", metavar="NAME", help="default: auto")
+    parser.add_argument("--budget", type=options.budget, default="auto", metavar="N",
+                        help="default: auto, as many nodes as pay on this machine")  # fmt: skip
+    parser.add_argument("-n", "--max-tokens", type=int, default=96, metavar="N", help="default: 96")
+    parser.add_argument("-t", "--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--device", help="cuda, mps or cpu")
+    parser.add_argument(
+        "--dtype", choices=options.DTYPES, default="auto", help="default: the checkpoint's own"
+    )
+
+
+@dataclass(frozen=True)
+class TimedResult:
+    """An answer and the seconds it took, without the time to print it."""
+
+    result: Result
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PromptComparison:
+    """Both answers to a prompt, and where they differ."""
+
+    prompt: str
+    plain: TimedResult
+    tree: TimedResult
+    flip: Flip | None
+
+    @property
+    def verdict(self) -> str:
+        """Return "identical", "near-tie" or "DIFFERENT"."""
+        if self.flip is None:
+            return "identical"
+        return "near-tie" if self.flip.near_tie else "DIFFERENT"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer each prompt both ways, streaming, and print what it took. Raises the errors of `load` and `stream`.
+
+    Returns:
+        0 where the texts are identical, or differ at a near-tie of a low-precision forward pass and are identical in
+        float32, which is then checked and said; 1 where they differ for any other reason.
+    """
+    from ddtree import api
+    from ddtree.bench.runner import busy_warning
+
+    options.quiet_transformers(args.debug)
+    options.replace_unencodable_output()
+    names: dict[str, Any] = {"drafter": args.drafter, "device": args.device}
+    model = api.load(args.target, **names, dtype=args.dtype)
+    prompts = tuple(args.prompt) or PROMPTS
+    chosen = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed", "budget")}
+    print(f"{_describe(model, args)}, budget {args.budget}, temperature {args.temperature:g}")
+    if warning := busy_warning():
+        print(warning)
+    print("warming up ...", flush=True)
+    for method in METHODS:
+        model.generate(_messages(model, prompts[0]), **{**chosen, "max_tokens": 8, "method": method})
+    comparisons = []
+    for number, prompt in enumerate(prompts):
+        print(f"\n> {prompt}\n", flush=True)
+        # Which one goes first alternates, so that neither gains from a machine that slows down or speeds up.
+        plain, tree = _answer_both(model, prompt, (number % 2, 1 - number % 2), chosen)
+        flip = _first_flip(model, plain.result, tree.result, args.temperature)
+        comparisons.append(PromptComparison(prompt, plain, tree, flip))
+        print(f"\n{_line(comparisons[-1])}", flush=True)
+    _report(comparisons)
+    ties = [one.prompt for one in comparisons if one.verdict == "near-tie"]
+    settled = not ties or _same_texts(api.load(args.target, **names, dtype="float32"), ties, chosen)
+    if ties:
+        print(
+            f"In float32 the texts of these prompts {'are identical' if settled else 'DIFFER'}.", flush=True
+        )
+    return 0 if settled and all(one.verdict != "DIFFERENT" for one in comparisons) else 1
+
+
+def _answer_both(
+    model: Model, prompt: str, order: tuple[int, int], chosen: dict[str, Any]
+) -> tuple[TimedResult, TimedResult]:
+    """Stream both answers in this order, 0 the plain one and 1 the tree's; in columns where they fit."""
+    size = shutil.get_terminal_size()
+    columns = Columns(sys.stdout, TITLES, size.columns, size.lines) if fits(sys.stdout) else None
+    timed: dict[int, TimedResult] = {}
+    for side in order:
+        if columns is None:
+            print(f"--- {TITLES[side]} ---", flush=True)
+        stream: Any = model.stream(_messages(model, prompt), **{**chosen, "method": METHODS[side]})
+        seconds = 0.0
+        while True:
+            started = time.perf_counter()
+            piece = next(stream, None)
+            seconds += time.perf_counter() - started
+            if piece is None:
+                break
+            if columns is None:
+                print(piece, end="", flush=True)
+            else:
+                columns.add(side, piece)
+        if columns is None:
+            print()
+        timed[side] = TimedResult(stream.result, seconds)
+    return timed[0], timed[1]
+
+
+def _first_flip(model: Model, plain: Result, tree: Result, temperature: float) -> Flip | None:
+    from ddtree.bench.near_ties import first_flip
+
+    if plain.token_ids == tree.token_ids:
+        return None
+    target: Any = model.engine.target  # verifies trees: any other decodes both in the same way
+    return first_flip(target, plain.prompt_ids, plain.token_ids, tree.token_ids, temperature, plain.seed)
+
+
+def _same_texts(model: Model, prompts: list[str], chosen: dict[str, Any]) -> bool:
+    def tokens(prompt: str, method: str) -> list[int]:
+        return model.generate(_messages(model, prompt), **{**chosen, "method": method}).token_ids
+
+    return all(tokens(prompt, METHODS[0]) == tokens(prompt, METHODS[1]) for prompt in prompts)
+
+
+def _messages(model: Model, prompt: str) -> Any:
+    templated = getattr(model.tokenizer, "chat_template", None)
+    return [{"role": "user", "content": prompt}] if templated else prompt
+
+
+def _describe(model: Model, args: argparse.Namespace) -> str:
+    import torch
+
+    device, dtype = model.engine.target.device, str(model.engine.target.dtype).removeprefix("torch.")
+    where = f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
+    return f"target {args.target}, drafter {args.drafter}, {dtype} on {where}"
+
+
+def _line(one: PromptComparison) -> str:
+    plain, tree = _speed([one.plain]), _speed([one.tree])
+    return (
+        f"{one.plain.seconds:.2f} s ({plain:.1f} tokens/s) against {one.tree.seconds:.2f} s ({tree:.1f} tokens/s): "
+        f"{tree / plain:.2f}x, {one.tree.result.stats.tau:.2f} tokens per forward pass; texts {one.verdict}"
+    )
+
+
+def _report(comparisons: list[PromptComparison]) -> None:
+    """Print a table of all prompts, whether the texts are identical, and how much faster drafting was."""
+    plain, tree = [one.plain for one in comparisons], [one.tree for one in comparisons]
+    row = "{:<34} {:>8} {:>8} {:>9} {:>8} {:>8} {:>6}  {}"
+    print("\n" + row.format("", "plain", "tok/s", "tree", "tok/s", "speedup", "tau", "texts"))
+    for one in comparisons:
+        name = one.prompt if len(one.prompt) <= 34 else one.prompt[:31] + "..."
+        print(row.format(name, *_figures([one.plain], [one.tree]), one.verdict))
+    print(row.format("all", *_figures(plain, tree), "").rstrip() + "\n")
+    if all(one.flip is None for one in comparisons):
+        tokens = sum(len(one.result.token_ids) for one in plain)
+        print(f"All {len(comparisons)} texts are identical, token for token ({tokens} tokens).")
+    for one in comparisons:
+        if one.flip is not None:
+            print(_explain(one.flip, one.prompt))
+    arms = sum((one.result.stats.arms for one in tree), start=Counter[str]())
+    print(f"Forward passes by way of drafting: {', '.join(f'{n} {arm}' for arm, n in arms.most_common())}.")
+    speedup = _speed(tree) / _speed(plain)
+    print(f"Drafting was {speedup:.2f} times as fast as one token at a time.", flush=True)
+
+
+def _figures(plain: list[TimedResult], tree: list[TimedResult]) -> list[str]:
+    """Return seconds and speed of both, the speedup and tau."""
+    rounds = sum(one.result.stats.rounds for one in tree)
+    accepted = sum(depth * n for one in tree for depth, n in one.result.stats.accepted.items())
+    cells = []
+    for answers in (plain, tree):
+        cells += [f"{sum(one.seconds for one in answers):.2f} s", f"{_speed(answers):.1f}"]
+    tau = 1 + accepted / rounds if rounds else 1.0
+    return [*cells, f"{_speed(tree) / _speed(plain):.2f}x", f"{tau:.2f}"]
+
+
+def _speed(timed: list[TimedResult]) -> float:
+    return sum(len(one.result.token_ids) for one in timed) / sum(one.seconds for one in timed)
+
+
+def _explain(flip: Flip, prompt: str) -> str:
+    where = f'The texts for "{prompt}" part at token {flip.index + 1}'
+    if flip.near_tie:
+        return (
+            f"{where}, at a near-tie: the best two scores are {flip.gap:.3g} apart, and the same forward "
+            f"in another shape moves them by up to {flip.noise:.3g}. Either text is the model's own."
+        )
+    return (
+        f"{where}, where the scores are {flip.gap:.3g} apart and the forward pass is good to "
+        f"{flip.noise:.3g}: that is a defect, please report it."
+    )
+
+
 def fits(out: TextIO) -> bool:
-    """Whether `out` is a terminal that is wide enough and moves its cursor when told to."""
+    """Return whether a stream is a terminal that is wide enough and understands escape codes."""
     if sys.platform == "win32" or not out.isatty():
         return False
     return shutil.get_terminal_size().columns >= MIN_WIDTH
 
 
 class Columns:
-    """A block of lines that is drawn again, in place, with every piece of text.
+    """Two growing texts side by side: a block of lines that is drawn again, in place, with every piece of text.
 
     Args:
         out: a terminal.
@@ -64,7 +264,7 @@ class Columns:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width` cells, broken at spaces where there are any, and at the text's own breaks."""
+    """Return lines of at most `width` cells, broken at spaces where there are any, and at the text's own breaks."""
     return [
         line for paragraph in text.expandtabs(4).split("\n") for line in _wrap_paragraph(paragraph, width)
     ]
@@ -93,7 +293,7 @@ def _wrap_paragraph(text: str, width: int) -> list[str]:
 
 
 def _cells(character: str) -> int:
-    """Cells that a character takes; -1 for those that a terminal must not be sent."""
+    """Return the cells that a character takes; -1 for those that a terminal must not be sent."""
     category = unicodedata.category(character)
     if category in ("Cc", "Cs"):
         return -1
@@ -104,227 +304,3 @@ def _cells(character: str) -> int:
 
 def _pad(line: str, width: int) -> str:
     return line + " " * (width - sum(map(_cells, line)))
-
-
-PROMPTS = (
-    "Explain in a few sentences why the sky is blue.",
-    "Give me five short tips for learning a new language.",
-    "What is the difference between a list and a tuple in Python?",
-)
-TITLES = ("one token at a time", "with draft trees")
-METHODS: tuple[AutoMethod, AutoMethod] = ("off", "auto")
-
-
-@dataclass(frozen=True)
-class Timed:
-    """An answer and the seconds it took, without the time to print it."""
-
-    result: Result
-    seconds: float
-
-    @property
-    def speed(self) -> float:
-        return len(self.result.token_ids) / self.seconds
-
-
-@dataclass(frozen=True)
-class Comparison:
-    prompt: str
-    plain: Timed
-    tree: Timed
-    flip: Flip | None
-
-    @property
-    def verdict(self) -> str:
-        if self.flip is None:
-            return "identical"
-        return "near-tie" if self.flip.near_tie else "DIFFERENT"
-
-
-def run_demo(
-    *,
-    target: str = "demo",
-    drafter: str = "auto",
-    prompts: tuple[str, ...] = PROMPTS,
-    budget: AutoBudget = "auto",
-    max_tokens: int = 96,
-    temperature: float = 0.0,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str | None = None,
-    out: TextIO | None = None,
-) -> int:
-    """Answer each prompt both ways, streaming, and print what it took. Returns the exit code.
-
-    The code is 0 where the texts are identical, or part at a near-tie of a low-precision forward pass and are
-    identical in float32, which is then checked and said; 1 where they part for any other reason. Raises the
-    errors of `load` and `stream`.
-    """
-    out = out or sys.stdout
-    if isinstance(out, io.TextIOWrapper):
-        out.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
-    model = load(target, drafter=drafter, dtype=dtype, device=device)
-    options: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "budget": budget,
-    }
-    print(f"{_describe(model, target, drafter)}, budget {budget}, temperature {temperature:g}", file=out)
-    if warning := busy():
-        print(warning, file=out)
-    print("warming up ...", file=out, flush=True)
-    for method in METHODS:
-        model.generate(_messages(model, prompts[0]), **{**options, "max_tokens": 8, "method": method})
-    comparisons = []
-    for number, prompt in enumerate(prompts):
-        # Which way goes first alternates, so that neither gains from a machine that slows down or speeds up.
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        print(f"\n> {prompt}\n", file=out, flush=True)
-        timed = _answer_both(model, prompt, order, options, out)
-        plain, tree = timed
-        flip = _flip(model, plain.result, tree.result, temperature)
-        comparisons.append(Comparison(prompt, plain, tree, flip))
-        print(f"\n{_line(comparisons[-1])}", file=out, flush=True)
-    _report(comparisons, out)
-    ties = [one.prompt for one in comparisons if one.flip is not None and one.flip.near_tie]
-    settled = not ties or _same_in_float32(
-        load(target, drafter=drafter, dtype="float32", device=device), ties, options
-    )
-    if ties:
-        print(
-            f"In float32 the texts of these prompts {'are identical' if settled else 'DIFFER'}.",
-            file=out,
-            flush=True,
-        )
-    return 0 if settled and all(one.verdict != "DIFFERENT" for one in comparisons) else 1
-
-
-def _answer_both(
-    model: Model, prompt: str, order: tuple[int, int], options: dict[str, Any], out: TextIO
-) -> tuple[Timed, Timed]:
-    """Stream both answers in this order, 0 the plain one and 1 the tree's; in columns where they fit."""
-    size = shutil.get_terminal_size()
-    columns = Columns(out, TITLES, size.columns, size.lines) if fits(out) else None
-    timed: dict[int, Timed] = {}
-    for side in order:
-        if columns is None:
-            print(f"--- {TITLES[side]} ---", file=out, flush=True)
-        stream = model.stream(_messages(model, prompt), method=METHODS[side], **options)
-        seconds = 0.0
-        while True:
-            started = time.perf_counter()
-            piece = next(stream, None)
-            seconds += time.perf_counter() - started
-            if piece is None:
-                break
-            if columns is None:
-                print(piece, end="", file=out, flush=True)
-            else:
-                columns.add(side, piece)
-        if columns is None:
-            print(file=out)
-        timed[side] = Timed(stream.result, seconds)
-    return timed[0], timed[1]
-
-
-def _flip(model: Model, plain: Result, tree: Result, temperature: float) -> Flip | None:
-    if plain.token_ids == tree.token_ids:
-        return None
-    target = model.engine.target
-    assert isinstance(target, Target)  # any other decodes both in the same way
-    return first_flip(target, plain.prompt_ids, plain.token_ids, tree.token_ids, temperature, plain.seed)
-
-
-def _same_in_float32(model: Model, prompts: list[str], options: dict[str, Any]) -> bool:
-    def tokens(prompt: str, method: AutoMethod) -> list[int]:
-        return model.generate(_messages(model, prompt), method=method, **options).token_ids
-
-    return all(tokens(prompt, METHODS[0]) == tokens(prompt, METHODS[1]) for prompt in prompts)
-
-
-def _messages(model: Model, prompt: str) -> Any:
-    templated = getattr(model.tokenizer, "chat_template", None)
-    return [{"role": "user", "content": prompt}] if templated else prompt
-
-
-def _describe(model: Model, target: str, drafter: str) -> str:
-    device, dtype = model.engine.target.device, str(model.engine.target.dtype).removeprefix("torch.")
-    where = f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
-    return f"target {target}, drafter {drafter}, {dtype} on {where}"
-
-
-def busy() -> str | None:
-    """A warning where other programs already keep this machine's cores busy; None where that is not known."""
-    if not hasattr(os, "getloadavg"):
-        return None
-    load_now, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load_now < cores:
-        return None
-    return (
-        f"this machine is busy (load {load_now:.1f} on {cores} cores): the times will be too long, and uneven"
-    )
-
-
-def _line(one: Comparison) -> str:
-    plain, tree = one.plain, one.tree
-    return (
-        f"{plain.seconds:.2f} s ({plain.speed:.1f} tokens/s) against "
-        f"{tree.seconds:.2f} s ({tree.speed:.1f} tokens/s): {tree.speed / plain.speed:.2f}x, "
-        f"{tree.result.stats.tau:.2f} tokens per forward pass; texts {one.verdict}"
-    )
-
-
-def _report(comparisons: list[Comparison], out: TextIO) -> None:
-    row = "{:<34} {:>8} {:>8} {:>9} {:>8} {:>8} {:>6}  {}"
-    heads = ("", "plain", "tok/s", "tree", "tok/s", "speedup", "tau", "texts")
-    lines = [row.format(*heads)]
-    for one in comparisons:
-        name = one.prompt if len(one.prompt) <= 34 else one.prompt[:31] + "..."
-        lines.append(_row(row, name, [one.plain], [one.tree], one.verdict))
-    plain, tree = [one.plain for one in comparisons], [one.tree for one in comparisons]
-    lines.append(_row(row, "all", plain, tree, ""))
-    print("\n" + "\n".join(lines) + "\n", file=out)
-    same = sum(one.flip is None for one in comparisons)
-    tokens = sum(len(one.result.token_ids) for one in plain)
-    if same == len(comparisons):
-        print(f"All {same} texts are identical, token for token ({tokens} tokens).", file=out)
-    for one in comparisons:
-        if one.flip is not None:
-            print(_explain(one.flip, one.prompt), file=out)
-    arms = sum((one.result.stats.arms for one in tree), start=Counter[str]())
-    print(
-        f"Forward passes by way of drafting: {', '.join(f'{n} {arm}' for arm, n in arms.most_common())}.",
-        file=out,
-    )
-    speedup = _speed(tree) / _speed(plain)
-    print(f"Drafting was {speedup:.2f} times as fast as one token at a time.", file=out, flush=True)
-
-
-def _row(row: str, name: str, plain: list[Timed], tree: list[Timed], verdict: str) -> str:
-    rounds = sum(one.result.stats.rounds for one in tree)
-    accepted = sum(depth * n for one in tree for depth, n in one.result.stats.accepted.items())
-    tau = 1 + accepted / rounds if rounds else 1.0
-    speeds = _speed(plain), _speed(tree)
-    seconds = [f"{sum(one.seconds for one in way):.2f} s" for way in (plain, tree)]
-    return row.format(
-        name, seconds[0], f"{speeds[0]:.1f}", seconds[1], f"{speeds[1]:.1f}",
-        f"{speeds[1] / speeds[0]:.2f}x", f"{tau:.2f}", verdict,
-    ).rstrip()  # fmt: skip
-
-
-def _speed(timed: list[Timed]) -> float:
-    return sum(len(one.result.token_ids) for one in timed) / sum(one.seconds for one in timed)
-
-
-def _explain(flip: Flip, prompt: str) -> str:
-    where = f'The texts for "{prompt}" part at token {flip.index + 1}'
-    if flip.near_tie:
-        return (
-            f"{where}, at a near-tie: the best two scores are {flip.gap:.3g} apart, and the same forward "
-            f"in another shape moves them by up to {flip.noise:.3g}. Either text is the model's own."
-        )
-    return (
-        f"{where}, where the scores are {flip.gap:.3g} apart and the forward pass is good to "
-        f"{flip.noise:.3g}: that is a defect, please report it."
-    )

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from ddtree.drafters import DraftRow
-from ddtree.errors import CheckpointError, ConfigError
+from ddtree.errors import CheckpointError
 from ddtree.model.kv_cache import Holding, KVCache, drop_row, token_bytes
 from ddtree.model.target import Target
-from ddtree.sampling.noise import check_coupling, couple
+from ddtree.sampling.noise import PLAIN, check_coupling, couple
 from ddtree.stats import Clock
 from ddtree.tree import MAX_DEPTH, DraftTree, grow, prune
+from ddtree.validation import check_whole
 
 MAX_WIDTH = 32
-PLAIN = (0.0, 1.0)
 # Longer backlogs (prompts) are processed a row at a time, without padding; a round commits no more than this.
 _AT_ONCE = MAX_DEPTH + 1
 
@@ -59,7 +59,7 @@ class DraftModel:
         target: the model to draft for.
         width: prefixes expanded a level and children looked at of each, 1..32.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
-        chunk: most tokens of long texts that are processed while other rows wait.
+        chunk: most tokens of long texts that are processed while other rows wait, as 512.
 
     Attributes:
         behind: rows that the last draft left out, because their texts are not processed yet.
@@ -82,10 +82,8 @@ class DraftModel:
         coupling: tuple[float, float] = PLAIN,
         chunk: int = 512,
     ) -> None:
-        if not 1 <= width <= MAX_WIDTH:
-            raise ConfigError(f"width={width} is outside 1..{MAX_WIDTH}: give a whole number in that range")
-        if chunk < 1:
-            raise ConfigError(f"chunk={chunk} must be at least 1")
+        check_whole("width", width, 1, MAX_WIDTH)
+        check_whole("chunk", chunk, 1)
         check_coupling(*coupling)
         check_vocabulary(draft, target)
         self.model = draft
@@ -99,24 +97,29 @@ class DraftModel:
         self._backlog: list[list[int]] = []
 
     def add_row(self) -> None:
+        """Open an empty row at the end."""
         self._cache.add_row()
         self._backlog.append([])
 
     def drop_row(self, row: int) -> None:
+        """Forget a row; the last row takes its index."""
         self._cache.drop_row(row)
         drop_row(self._backlog, row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
-        # Ids that only the target has can stand in a text; any other token will do in their place.
+        """Keep newly committed tokens for the next draft."""
+        # A text can hold ids that only the target has; any other token will do in their place.
         self._backlog[row] += [min(token, self.vocab_size - 1) for token in tokens]
 
     def holdings(self) -> list[Holding]:
+        """Return the draft model's cache with the most memory that it can take."""
         # The backlog of a round, the root, and all levels that are expanded.
         spare = _AT_ONCE + 1 + (MAX_DEPTH - 1) * self.width
         return [Holding(self._cache, partial(token_bytes, self.model), spare, self.model.max_context)]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        """Propose a tree for each row; the root alone for those in `behind`."""
         bonus = [row.tokens[-1] for row in rows]
         budgets = [row.budget for row in rows]
         depths = [self._depth(row) for row in rows]
@@ -146,12 +149,12 @@ class DraftModel:
         )
 
     def _depth(self, row: DraftRow) -> int:
-        """How deep a row can be drafted: the draft model's context must hold every prefix that is expanded."""
+        """Return how deep a row can be drafted: the draft model's context must hold every prefix that is expanded."""
         room = self.model.max_context + 1 - len(row.tokens)
         return max(0, min(row.depth, room)) if row.budget else 0
 
     def _catch_up(self, depths: list[int]) -> list[int]:
-        """Process what is long of the drafted rows' backlogs; returns the rows of which there is more."""
+        """Process the long backlogs of the drafted rows; return the rows whose backlogs are still long."""
         late = [row for row, depth in enumerate(depths) if depth and len(self._backlog[row]) > _AT_ONCE]
         # Where all rows are late, none would gain by going on without the others.
         left = self.chunk if len(late) < len(depths) else sum(map(len, self._backlog))
@@ -194,6 +197,7 @@ class _Growth:
         self._over = False
 
     def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the children of a level's prefixes; see `ddtree.tree.Scorer`."""
         if depth == 1:
             scores = torch.zeros(tokens.shape, device=tokens.device)
             logits = self._first(tokens)
@@ -238,6 +242,7 @@ class _Growth:
         return logits[..., : self._drafter.vocab_size]
 
     def _children(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the best children [R, W, K] after logits [R, W, V], and their log-probabilities."""
         logq = torch.log_softmax(logits.float() / self._temperatures[:, None, None], dim=-1)
         if self._drafter.coupling != PLAIN:
             for index, row in enumerate(self._rows):
@@ -249,13 +254,13 @@ class _Growth:
         return tokens, logprobs
 
     def _scores_of(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Log-probabilities [R, W] of the prefixes that were kept of the last call's children."""
+        """Return the log-probabilities [R, W] of the prefixes that were kept of the last call's children."""
         places = parents[:, :, None].expand(-1, -1, self._tokens.shape[2])
         same = self._tokens.gather(1, places) == tokens[:, :, None]
         return self._scores.gather(1, places).masked_fill(~same, float("-inf")).amax(dim=2)
 
     def _finished(self, depth: int, scores: Tensor) -> bool:
-        """Whether every row has its budget full of nodes that no child of these prefixes can beat."""
+        """Return whether every row has its budget full of nodes that no child of these prefixes can beat."""
         most = int(self._budgets.max())
         found = torch.cat([self._best, self._scores.flatten(1)], dim=1)
         self._best = found.topk(min(most, found.shape[1]), dim=1).values

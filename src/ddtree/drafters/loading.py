@@ -10,14 +10,14 @@ from typing import Any
 from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.dflash import checkpoint
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint, locate
+from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
 from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
 from ddtree.drafters.dflash.drafter import DFlash, backbone_of
-from ddtree.drafters.dflash.files import is_head, misfits, read_head
 from ddtree.drafters.dflash.first_order import FirstOrder
-from ddtree.drafters.dflash.heads import Domino as DominoHead
-from ddtree.drafters.dflash.heads import Head
+from ddtree.drafters.dflash.head_checkpoint import is_head, misfits, read_head
+from ddtree.drafters.dflash.heads import DominoHead, Head
+from ddtree.drafters.dflash.weight_files import locate
 from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged
 from ddtree.drafters.mixed import Continuity
@@ -31,10 +31,10 @@ from ddtree.model.target import Target
 
 DRAFT_MODEL = "draft:"
 NETWORK, TABLE = "dflash", "ngrams.safetensors"
-"""What `ddtree train` puts into a drafter's folder: the checkpoint's folder and the n-gram table beside it. Heads lie
+"""The parts of a folder that `ddtree train` exports: the checkpoint's folder, and the n-gram table beside it. Heads lie
 beside them, each in a folder of its own."""
 NGRAMS = "ngrams"
-"""How the table is called as a part of such a folder."""
+"""The name of the table as a part of such a folder."""
 SECOND_PASS = "d2sd"
 """A way to draft with the network of such a folder, named like a part."""
 
@@ -42,7 +42,7 @@ DrafterSpec = str | PathLike[str] | Drafter | None | list[Any] | tuple[Any, ...]
 
 
 def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
-    """The drafter that a name stands for.
+    """Load the drafter that a name stands for.
 
     Args:
         spec: "none" (or None); "lookup", n-grams of the row's own text; "demo", the drafter that ships for the demo
@@ -57,169 +57,71 @@ def load_drafter(spec: DrafterSpec, target: Target) -> Drafter | None:
         CheckpointError: it cannot be read or does not fit the target; the message says why.
         ConfigError: it is nothing of the above.
     """
-    return _load(spec, target, {})
-
-
-def _load(spec: DrafterSpec, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter | None:
-    """As `load_drafter`; checkpoints that were read for other parts of a list are in `read`: they share weights."""
-    if spec is None or spec == "none":
-        return None
-    if isinstance(spec, list | tuple):
-        if any(isinstance(part, str) and part == "auto" for part in spec):
-            raise ConfigError(
-                f"drafter={list(spec)!r} cannot hold auto, which chooses by itself: give it alone, or name each drafter"
-            )
-        parts = [_load(part, target, read) for part in spec]
-        if not parts or None in parts:
-            raise ConfigError(
-                f"drafter={list(spec)!r} must hold drafters to merge: give at least one, and no none"
-            )
-        flat = [inner for part in parts for inner in parts_of(part)]
-        return flat[0] if len(flat) == 1 else Merged(flat)
-    if not isinstance(spec, str | PathLike):
-        if all(hasattr(spec, name) for name in ("add_row", "drop_row", "observe", "draft")):
-            return spec
-        raise ConfigError(
-            f"drafter={spec!r} is not a drafter: give lookup, draft:MODEL, none, a folder, a hub id, or a Drafter"
-        )
-    name = fspath(spec)
-    if name == "lookup":
-        return Lookup(vocab_size=target.vocab_size, device=target.device)
-    if name.startswith(DRAFT_MODEL):
-        return _draft_model(name.removeprefix(DRAFT_MODEL), target)
-    return _from_folder(name, target, read)
+    return _Loader(target).load(spec)
 
 
 def folder_of(spec: DrafterSpec) -> Path | None:
-    """The folder that a drafter's name stands for; None for one that has none. Raises CheckpointError."""
+    """Return the folder that a drafter's name stands for; None for a drafter without one.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
     if not isinstance(spec, str | PathLike):
         return None
     name = fspath(spec)
     if name in ("none", "lookup") or name.startswith(DRAFT_MODEL):
         return None
-    place = find(_second_pass(name) or name)
+    place = find(_without_second_pass(name) or name)
     return place if place.is_dir() else None
 
 
 def find(name: str) -> Path:
-    """The folder of a drafter or of a part of one, or the file of its n-gram table. Raises CheckpointError."""
+    """Return the folder of a drafter or of a part of one, or the file of its n-gram table.
+
+    Raises:
+        CheckpointError: there is no such drafter, or it has no such part.
+    """
     text = resolve_drafter(name)
     path = Path(text).expanduser()
     if path.exists() or not path.name:
         return locate(text)
-    whole = path.parent
-    if not whole.is_dir():
+    folder = path.parent
+    if not folder.is_dir():
         if text.count("/") != 2 or text.startswith((".", "/", "~")):
             return locate(text)
-        whole = locate(text.rpartition("/")[0])
-    place = whole / (TABLE if path.name == NGRAMS else path.name)
+        folder = locate(text.rpartition("/")[0])
+    place = folder / (TABLE if path.name == NGRAMS else path.name)
     if place.exists():
         return place
-    if not (whole / NETWORK).is_dir() and not (whole / TABLE).exists():
+    if not (folder / NETWORK).is_dir() and not (folder / TABLE).exists():
         return locate(text)
-    parts = sorted(part.name for part in whole.iterdir() if (part / "config.json").exists())
-    parts += [NGRAMS] * (whole / TABLE).exists()
-    raise CheckpointError(f"{whole} has no part {path.name}: it holds {', '.join(parts)}")
-
-
-def _draft_model(name: str, target: Target) -> Drafter:
-    if not name:
-        raise ConfigError("drafter='draft:' names no model: write draft:FOLDER or draft:HUB_ID")
-    model, tokenizer = load_causal_lm(name, target.device, target.dtype)
-    return DraftModel(Target(model, tokenizer), target)
-
-
-def _from_folder(name: str, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
-    if whole := _second_pass(name):
-        return _twice(whole, target, read)
-    place = find(name)
-    network, table = contents(place)
-    drafter: Drafter | None = None
-    grams: Lookup | None = None
-    if network is not None:
-        refuse_language_model(name, network)
-        drafter = _on_head(network, target, read) if is_head(network) else _network(network, target, read)
-    if table is not None:
-        grams = Lookup(NgramTable.load(table), vocab_size=target.vocab_size, device=target.device)
-    elif name == DEMO:
-        grams = Lookup(vocab_size=target.vocab_size, device=target.device)
-    if drafter is not None and grams is not None:
-        return Continuity(drafter, grams)
-    found = drafter or grams
-    if found is None:
-        raise CheckpointError(
-            f"{name} holds no drafter (neither config.json nor {NETWORK}/ nor {TABLE}): name a drafter's folder"
-        )
-    return found
-
-
-def _second_pass(name: str) -> str | None:
-    """The folder's name in that of its network in two passes; None for another name."""
-    whole, _, way = name.rpartition("/")
-    return whole if way == SECOND_PASS and whole and not Path(name).expanduser().exists() else None
-
-
-def _twice(whole: str, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
-    network, _ = contents(find(whole))
-    if network is None or is_head(network):
-        raise CheckpointError(
-            f"{whole}/{SECOND_PASS} needs a network, and {whole} holds none: name another folder"
-        )
-    found = _checkpoint(network, target, read)
-    return D2SD(backbone_of(found, target), coupling=found.layout.coupling)
-
-
-def _network(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
-    """The drafter of a checkpoint, by itself or with the head that is part of it."""
-    found = _checkpoint(folder, target, read)
-    backbone, coupling = backbone_of(found, target), found.layout.coupling
-    if found.correction is None:
-        return DFlash(backbone, coupling=coupling)
-    return with_head(backbone, found.correction, coupling)
-
-
-def _on_head(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]) -> Drafter:
-    """The drafter of a head that lies beside its backbone."""
-    head, backbone, coupling = read_head(folder)
-    found = _checkpoint(backbone, target, read)
-    if wrong := misfits(head, *sizes(found)):
-        raise CheckpointError(
-            f"{folder} does not fit its backbone {backbone}: {'; '.join(wrong)}. Name a head trained on this backbone"
-        )
-    return with_head(backbone_of(found, target), head, coupling)
-
-
-def _checkpoint(folder: Path, target: Target, read: dict[Path, DFlashCheckpoint]) -> DFlashCheckpoint:
-    key = folder.resolve()
-    if key not in read:
-        read[key] = checkpoint.read(folder, heads=True)
-        checkpoint.check(read[key], target)
-    return read[key]
-
-
-def sizes(found: DFlashCheckpoint) -> tuple[int, int, int]:
-    """What a head on a backbone must fit: hidden size, tokens of the draft vocabulary, of the target's."""
-    vocab = found.config.vocab_size
-    return found.config.hidden_size, vocab if found.draft_ids is None else len(found.draft_ids), vocab
-
-
-def with_head(backbone: Backbone, head: Head, coupling: tuple[float, float]) -> Drafter:
-    """The drafter that a kind of head drafts with."""
-    if isinstance(head, DominoHead):
-        return Domino(backbone, head, coupling=coupling)
-    return FirstOrder(backbone, head, coupling=coupling)
+    parts = sorted(part.name for part in folder.iterdir() if (part / "config.json").exists())
+    parts += [NGRAMS] * (folder / TABLE).exists()
+    raise CheckpointError(f"{folder} has no part {path.name}: it holds {', '.join(parts)}")
 
 
 def contents(folder: Path) -> tuple[Path | None, Path | None]:
-    """The folder of the network or head and the n-gram table's file in a drafter's folder, None for what is not there.
+    """Return the folder of a network or head, and the file of an n-gram table, in a drafter's folder.
 
-    A table's file may be given in place of a folder.
+    None stands for a part that is not there. A table's file may be given in place of a folder.
     """
     if folder.is_file():
         return None, folder
     network = next((f for f in (folder, folder / NETWORK) if (f / "config.json").exists()), None)
     table = folder / TABLE
     return network, table if table.exists() else None
+
+
+def sizes(found: DFlashCheckpoint) -> tuple[int, int, int]:
+    """Return the sizes that a head on a backbone must fit: hidden size, draft vocabulary, the target's vocabulary."""
+    return found.config.hidden_size, found.size, found.config.vocab_size
+
+
+def with_head(backbone: Backbone, head: Head, coupling: tuple[float, float]) -> Drafter:
+    """Return the drafter for a backbone with a head."""
+    if isinstance(head, DominoHead):
+        return Domino(backbone, head, coupling=coupling)
+    return FirstOrder(backbone, head, coupling=coupling)
 
 
 def refuse_language_model(name: str, folder: Path) -> None:
@@ -233,3 +135,115 @@ def refuse_language_model(name: str, folder: Path) -> None:
             f'{name} is a language model ({kinds[0]}), not a DFlash drafter: write drafter="{DRAFT_MODEL}{name}" to '
             "draft with it"
         )
+
+
+def _without_second_pass(name: str) -> str | None:
+    """Return FOLDER of the name "FOLDER/d2sd"; None for another name."""
+    folder, _, way = name.rpartition("/")
+    return folder if way == SECOND_PASS and folder and not Path(name).expanduser().exists() else None
+
+
+class _Loader:
+    """Loads drafters for one target. Those of one list share the weights of checkpoints that they have in common."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._checkpoints: dict[Path, DFlashCheckpoint] = {}
+
+    def load(self, spec: DrafterSpec) -> Drafter | None:
+        """Load what `load_drafter` accepts."""
+        if spec is None or spec == "none":
+            return None
+        if isinstance(spec, list | tuple):
+            return self._merged(spec)
+        if not isinstance(spec, str | PathLike):
+            if all(hasattr(spec, name) for name in ("add_row", "drop_row", "observe", "draft")):
+                return spec
+            raise ConfigError(
+                f"drafter={spec!r} is not a drafter: give lookup, draft:MODEL, none, a folder, a hub id, or a Drafter"
+            )
+        name = fspath(spec)
+        if name == "lookup":
+            return self._lookup(None)
+        if name.startswith(DRAFT_MODEL):
+            return self._draft_model(name.removeprefix(DRAFT_MODEL))
+        if folder := _without_second_pass(name):
+            return self._two_passes(folder)
+        return self._from_folder(name)
+
+    def _merged(self, specs: list[Any] | tuple[Any, ...]) -> Drafter:
+        if any(isinstance(part, str) and part == "auto" for part in specs):
+            raise ConfigError(
+                f"drafter={list(specs)!r} cannot hold auto, which chooses by itself: give it alone, or name each "
+                "drafter"
+            )
+        parts = [self.load(part) for part in specs]
+        if not parts or None in parts:
+            raise ConfigError(
+                f"drafter={list(specs)!r} must hold drafters to merge: give at least one, and no none"
+            )
+        flat = [inner for part in parts for inner in parts_of(part)]
+        return flat[0] if len(flat) == 1 else Merged(flat)
+
+    def _lookup(self, table: NgramTable | None) -> Lookup:
+        return Lookup(table, vocab_size=self._target.vocab_size, device=self._target.device)
+
+    def _draft_model(self, name: str) -> Drafter:
+        if not name:
+            raise ConfigError("drafter='draft:' names no model: write draft:FOLDER or draft:HUB_ID")
+        model, tokenizer = load_causal_lm(name, self._target.device, self._target.dtype)
+        return DraftModel(Target(model, tokenizer), self._target)
+
+    def _two_passes(self, folder: str) -> Drafter:
+        network, _ = contents(find(folder))
+        if network is None or is_head(network):
+            raise CheckpointError(
+                f"{folder}/{SECOND_PASS} needs a network, and {folder} holds none: name another folder"
+            )
+        found = self._checkpoint(network)
+        return D2SD(backbone_of(found, self._target), coupling=found.layout.coupling)
+
+    def _from_folder(self, name: str) -> Drafter:
+        network, table = contents(find(name))
+        drafter = lookup = None
+        if network is not None:
+            refuse_language_model(name, network)
+            drafter = self._on_head(network) if is_head(network) else self._network(network)
+        if table is not None:
+            lookup = self._lookup(NgramTable.load(table))
+        elif name == DEMO:
+            lookup = self._lookup(None)
+        if drafter is not None and lookup is not None:
+            return Continuity(drafter, lookup)
+        found = drafter or lookup
+        if found is None:
+            raise CheckpointError(
+                f"{name} holds no drafter (neither config.json nor {NETWORK}/ nor {TABLE}): name a drafter's folder"
+            )
+        return found
+
+    def _network(self, folder: Path) -> Drafter:
+        """Load a checkpoint, by itself or with the head that is part of it."""
+        found = self._checkpoint(folder)
+        backbone, coupling = backbone_of(found, self._target), found.layout.coupling
+        if found.correction is None:
+            return DFlash(backbone, coupling=coupling)
+        return with_head(backbone, found.correction, coupling)
+
+    def _on_head(self, folder: Path) -> Drafter:
+        """Load a head that lies beside its backbone."""
+        head, backbone, coupling = read_head(folder)
+        found = self._checkpoint(backbone)
+        if wrong := misfits(head, *sizes(found)):
+            raise CheckpointError(
+                f"{folder} does not fit its backbone {backbone}: {'; '.join(wrong)}. Name a head trained on this "
+                "backbone"
+            )
+        return with_head(backbone_of(found, self._target), head, coupling)
+
+    def _checkpoint(self, folder: Path) -> DFlashCheckpoint:
+        key = folder.resolve()
+        if key not in self._checkpoints:
+            self._checkpoints[key] = checkpoint.read(folder, heads=True)
+            checkpoint.check(self._checkpoints[key], self._target)
+        return self._checkpoints[key]

@@ -1,4 +1,4 @@
-"""Several drafters, one tree, one budget."""
+"""Several drafters with one tree under one budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Merged:
     """The union of several drafters' trees, cut to each row's budget by score; see `ddtree.tree.merge`.
 
     Every drafter drafts with the whole budget, since any of them may turn out to hold the best nodes. A row that
-    wants a chain gets the one with the most accepted tokens to be expected.
+    wants a chain gets the one with the most expected accepted tokens.
 
     Args:
         drafters: at least one, not yet in use; of equal scores the earlier one's come first.
@@ -44,22 +44,25 @@ class Merged:
         return self._proposals
 
     def add_row(self) -> None:
+        """Open an empty row at the end of every drafter."""
         for drafter in self.drafters:
             drafter.add_row()
 
     def drop_row(self, row: int) -> None:
+        """Forget a row in every drafter; the last row takes its index."""
         for drafter in self.drafters:
             drafter.drop_row(row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
+        """Pass newly committed tokens on, to each drafter with the features of its own layers."""
         for drafter in self.drafters:
             drafter.observe(row, tokens, self._features_for(drafter, features))
 
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        trees = []
-        for drafter in self.drafters:
-            own = [replace(row, depth=_depth(row, drafter)) for row in rows]
-            trees.append(drafter.draft(own, clock))
+        """Propose a tree for each row."""
+        trees = [
+            drafter.draft([within_reach(row, drafter) for row in rows], clock) for drafter in self.drafters
+        ]
         drafted = [index for index, tree in enumerate(trees) if max(tree.sizes) > 1]
         self._proposals = [(self.drafters[index].name, trees[index]) for index in drafted]
         trees = [trees[index] for index in drafted] or trees[:1]
@@ -72,7 +75,7 @@ class Merged:
             return merge(trees, budgets)
 
     def _features_for(self, drafter: Drafter, features: Tensor | None) -> Tensor | None:
-        """The columns of a drafter's own layers, in its order, out of those of all layers [n, F * H]."""
+        """Return the columns of a drafter's own layers, in its order, out of those of all layers [n, F * H]."""
         if features is None or not drafter.feature_layers:
             return None
         if drafter.feature_layers == self.feature_layers:
@@ -81,15 +84,13 @@ class Merged:
         return features.unflatten(1, (len(self.feature_layers), -1))[:, places].flatten(1)
 
 
-def _depth(row: DraftRow, drafter: Drafter) -> int:
-    """How deep a drafter may draft for a row: not at all when the row names others."""
-    if row.members is not None and drafter.name not in row.members:
-        return 0
-    return min(row.depth, drafter.max_depth)
+def within_reach(row: DraftRow, drafter: Drafter) -> DraftRow:
+    """Return the row with the depth that one of several drafters can draft: 0 when the row names others."""
+    return replace(row, depth=min(row.depth, drafter.max_depth) if row.names(drafter) else 0)
 
 
 def _one_chain(rows: list[DraftRow], trees: list[DraftTree]) -> list[DraftTree]:
-    """The trees, with all but the best chain of a row that wants one cut back to their roots."""
+    """Return the trees with all but the best chain of a row that wants one cut back to their roots."""
     expected = [tree.logprobs.exp().sum(dim=1).tolist() for tree in trees]
     best = [max(range(len(trees)), key=lambda place: expected[place][index]) for index in range(len(rows))]
     budgets = [

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from copy import copy
 from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from ddtree.drafters import Drafter, DraftRow
 from ddtree.drafters.dflash.drafter import DFlash
-from ddtree.drafters.lazy_tree import Children, Nodes, grow_on_demand, stacked
-from ddtree.drafters.merged import Merged
-from ddtree.drafters.ngram import Guess, Lookup
+from ddtree.drafters.lazy_tree import Children, LazyTree, PathModel, batched, grow_lazily
+from ddtree.drafters.merged import Merged, within_reach
+from ddtree.drafters.ngram import Lookup, NgramProposals, NgramState
 from ddtree.errors import ConfigError
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, DraftTree
@@ -33,8 +33,8 @@ class Continuity(Merged):
     have seen, and q the network's. Scores stay probabilities: those of siblings sum to at most 1.
 
     The tree is the best one under the mix when the network is a `DFlash`, of which the likeliest tokens of a depth are
-    looked at: as many as there are nodes, and 32 at least. Another drafter's q is taken from its own
-    tree: where a path has left it, the n-grams go on alone.
+    looked at: as many as there are nodes, and 32 at least. Another drafter's q is taken from its own tree: where a
+    path has left it, the n-grams go on alone.
 
     Args:
         network: the drafter whose probabilities are mixed in; rows may name it alone as a member.
@@ -52,47 +52,53 @@ class Continuity(Merged):
         self.network = network
         self.lookup = lookup
         self.weight = weight
-        self._asked: list[tuple[DraftRow, int, _Guide | None]] | None = None
+        self._drafted: list[tuple[DraftRow, int, _NetworkProposals | None]] | None = None
 
     @property
     def proposals(self) -> list[tuple[str, DraftTree]]:
         """Name and own tree of each drafter that drafted last; after a mix they are made when they are asked for."""
-        if self._asked is None:
+        if self._drafted is None:
             return super().proposals
-        trees: tuple[list[Nodes], list[Nodes]] = ([], [])
-        for index, (asked, length, guide) in enumerate(self._asked):
-            # The row's text has gone on growing.
+        networks, ngrams = [], []
+        for index, (asked, length, network) in enumerate(self._drafted):
+            # The row's text may have grown since the draft.
             row = replace(asked, tokens=asked.tokens[:length])
-            guess = self.lookup.guess(index, row) if _drafts(row, self.lookup) else None
-            own = None if guide is None else guide.afresh()
-            for place, mix in enumerate((_Mix(own, None, 1.0), _Mix(None, guess, 1.0))):
-                trees[place].append(grow_on_demand(row, mix.children))
-        made = [stacked(own, self.lookup.device) for own in trees]
+            networks.append(_grown(row, network))
+            ngrams.append(_grown(row, self._ngrams(index, row)))
+        made = [batched(trees, self.lookup.device) for trees in (networks, ngrams)]
         return [
             (part.name, tree) for part, tree in zip(self.drafters, made, strict=True) if max(tree.sizes) > 1
         ]
 
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        both = [
-            all(row.members is None or part.name in row.members for part in self.drafters) for row in rows
-        ]
-        self._asked = None
-        if not any(both):
+        """Propose a tree for each row; where no row may use both parts, as `Merged` does."""
+        self._drafted = None
+        if not any(row.names(self.network) and row.names(self.lookup) for row in rows):
             return super().draft(rows, clock)
-        guides = self._guides(rows, clock)
-        self._asked = [(row, len(row.tokens), guide) for row, guide in zip(rows, guides, strict=True)]
+        networks = self._network_proposals(rows, clock)
+        self._drafted = [(row, len(row.tokens), network) for row, network in zip(rows, networks, strict=True)]
         self.lookup.follow(rows)
         with clock("build"):
-            trees = []
-            for index, row in enumerate(rows):
-                guess = self.lookup.guess(index, row) if _drafts(row, self.lookup) else None
-                trees.append(grow_on_demand(row, _Mix(guides[index], guess, self.weight).children))
-            return stacked(trees, self.lookup.device)
+            trees = [
+                _grown(row, self._model(networks[index], self._ngrams(index, row)))
+                for index, row in enumerate(rows)
+            ]
+            return batched(trees, self.lookup.device)
 
-    def _guides(self, rows: list[DraftRow], clock: Clock) -> list[_Guide | None]:
-        """What the network says of each row; None for a row that it does not draft for."""
+    def _model(self, network: _NetworkProposals | None, ngrams: NgramProposals | None) -> PathModel | None:
+        """Return the mix of both parts, or the only one that drafts for a row."""
+        if network is None or ngrams is None:
+            return network or ngrams
+        return _Mix(network, ngrams, self.weight)
+
+    def _ngrams(self, index: int, row: DraftRow) -> NgramProposals | None:
+        """Return the n-grams' part in a row's tree; None when the row names the network alone."""
+        return self.lookup.proposals_for(index, row) if row.names(self.lookup) else None
+
+    def _network_proposals(self, rows: list[DraftRow], clock: Clock) -> list[_NetworkProposals | None]:
+        """Return the network's part in each row's tree; None for a row that it does not draft for."""
         network = self.network
-        asked = [_asked_of(network, row) for row in rows]
+        asked = [within_reach(row, network) for row in rows]
         if isinstance(network, DFlash):
             width = max((max(row.budget, _LEAST) for row in asked if row.depth and row.budget), default=0)
             if not width:
@@ -101,107 +107,126 @@ class Continuity(Merged):
             with clock("build"):
                 columns = zip(tokens.tolist(), logprobs.exp().tolist(), asked, strict=True)
                 return [
-                    _Marginals(known, chances, row.depth, max(row.budget, _LEAST)) if row.depth else None
+                    _MarginalProposals(known, chances, row.depth, max(row.budget, _LEAST))
+                    if row.depth
+                    else None
                     for known, chances, row in columns
                 ]
-        more = [replace(row, budget=min(_ROOM * row.budget, MAX_BUDGET)) for row in asked]
+        more = [
+            replace(row, budget=min(_ROOM * row.budget, MAX_BUDGET) if row.names(network) else 0)
+            for row in asked
+        ]
         tree = network.draft(more, clock)
         with clock("build"):
-            return [_Tree(tree, index) if row.depth else None for index, row in enumerate(asked)]
+            return [_TreeProposals(tree, index) if row.depth else None for index, row in enumerate(asked)]
 
 
-class _Likely(NamedTuple):
+def _grown(row: DraftRow, model: PathModel | None) -> LazyTree:
+    return LazyTree(row.tokens[-1]) if model is None else grow_lazily(row, model)
+
+
+class _Candidates(NamedTuple):
     """A network's candidates for one place, best first, and the same by token."""
 
     ranked: list[tuple[int, float]]
     known: dict[int, float]
 
 
-_NOTHING = _Likely([], {})
+_NOTHING = _Candidates([], {})
 
 
-class _Marginals:
-    """Candidates that depend on the depth alone."""
+class _MarginalProposals:
+    """Candidates that depend on the depth alone; a `PathModel` whose state is the depth of a path."""
 
     def __init__(self, tokens: list[list[int]], chances: list[list[float]], depth: int, width: int) -> None:
         self._levels = list(zip(tokens[:depth], chances[:depth], strict=True))
         self._width = width
-        self._made: dict[int, _Likely] = {}
+        self._made: dict[int, _Candidates] = {}
 
-    def likely(self, nodes: Nodes, node: int) -> _Likely:
-        depth = nodes.depths[node]
-        if depth >= len(self._levels):
+    def start(self) -> int:
+        return 0
+
+    def step(self, state: int, token: int) -> int:
+        return state + 1
+
+    def candidates(self, state: int) -> _Candidates:
+        """Return the likeliest tokens at the depth below; none beyond the network's depth."""
+        if state >= len(self._levels):
             return _NOTHING
-        if depth not in self._made:
-            pairs = zip(*self._levels[depth], strict=True)
+        if state not in self._made:
+            pairs = zip(*self._levels[state], strict=True)
             ranked = [pair for pair in islice(pairs, self._width) if pair[1] > 0]
-            self._made[depth] = _Likely(ranked, dict(ranked))
-        return self._made[depth]
+            self._made[state] = _Candidates(ranked, dict(ranked))
+        return self._made[state]
 
-    def afresh(self) -> _Marginals:
-        """For another tree."""
-        return self
+    def children(self, state: int) -> Children:
+        return iter(self.candidates(state).ranked)
 
 
-class _Tree:
-    """Candidates out of a drafter's own tree."""
+class _TreeProposals:
+    """Candidates out of a drafter's own tree; a `PathModel` whose state is a node of it, -1 outside of it."""
 
     def __init__(self, tree: DraftTree, row: int) -> None:
         size = tree.sizes[row]
         tokens, parents, scores = (
             column[row, :size].tolist() for column in (tree.tokens, tree.parents, tree.logprobs)
         )
-        self._likely = [_Likely([], {}) for _ in range(size)]
-        self._places: dict[tuple[int, int], int] = {}
+        self._candidates = [_Candidates([], {}) for _ in range(size)]
+        self._nodes: dict[tuple[int, int], int] = {}
         for node in range(1, size):
             parent, token = parents[node], tokens[node]
             chance = math.exp(scores[node] - scores[parent])
             if chance > 0:
-                self._places[parent, token] = node
-                self._likely[parent].ranked.append((token, chance))
-                self._likely[parent].known[token] = chance
-        # Where each node of the growing tree stands in this one; -1 outside of it.
-        self._at = [0]
+                self._nodes[parent, token] = node
+                self._candidates[parent].ranked.append((token, chance))
+                self._candidates[parent].known[token] = chance
 
-    def likely(self, nodes: Nodes, node: int) -> _Likely:
-        for place in range(len(self._at), node + 1):
-            self._at.append(self._places.get((self._at[nodes.parents[place]], nodes.tokens[place]), -1))
-        return self._likely[self._at[node]] if self._at[node] >= 0 else _NOTHING
+    def start(self) -> int:
+        return 0
 
-    def afresh(self) -> _Tree:
-        """For another tree."""
-        other = copy(self)
-        other._at = [0]
-        return other
+    def step(self, state: int, token: int) -> int:
+        return self._nodes.get((state, token), -1)
+
+    def candidates(self, state: int) -> _Candidates:
+        """Return the children of a node."""
+        return self._candidates[state] if state >= 0 else _NOTHING
+
+    def children(self, state: int) -> Children:
+        return iter(self.candidates(state).ranked)
 
 
-_Guide = _Marginals | _Tree
+_NetworkProposals = _MarginalProposals | _TreeProposals
 
 
 class _Mix:
-    """Children of the nodes of one row's tree."""
+    """The mix of a network's and n-grams' probabilities; a `PathModel` whose state is both their states."""
 
-    def __init__(self, guide: _Guide | None, guess: Guess | None, weight: float) -> None:
-        self._guide, self._guess, self._weight = guide, guess, weight
+    def __init__(self, network: _NetworkProposals, ngrams: NgramProposals, weight: float) -> None:
+        self._network, self._ngrams, self._weight = network, ngrams, weight
 
-    def children(self, nodes: Nodes, node: int) -> Children | None:
-        if self._guide is None:
-            return self._guess.children(nodes, node) if self._guess else None
-        ranked, known = self._guide.likely(nodes, node)
-        seen = self._guess.scores(nodes, node) if self._guess else {}
+    def start(self) -> tuple[int, NgramState]:
+        return self._network.start(), self._ngrams.start()
+
+    def step(self, state: tuple[int, NgramState], token: int) -> tuple[int, NgramState]:
+        return self._network.step(state[0], token), self._ngrams.step(state[1], token)
+
+    def children(self, state: tuple[int, NgramState]) -> Children:
+        ranked, known = self._network.candidates(state[0])
+        seen = self._ngrams.probabilities(state[1])
         if not seen:
             return iter(ranked)
-        weight = self._weight
-        rest = 1 - weight * sum(seen.values())
-        mixed = [(token, weight * score + rest * known.get(token, 0.0)) for token, score in seen.items()]
-        mixed.sort(key=_chance, reverse=True)
+        rest = 1 - self._weight * sum(seen.values())
+        mixed = [
+            (token, self._weight * chance + rest * known.get(token, 0.0)) for token, chance in seen.items()
+        ]
+        mixed.sort(key=itemgetter(1), reverse=True)
         return _interleaved(mixed, ranked, rest, seen)
 
 
 def _interleaved(
     mixed: list[tuple[int, float]], ranked: list[tuple[int, float]], rest: float, seen: dict[int, float]
 ) -> Children:
-    """`mixed` and, times `rest`, those of `ranked` that are not in it, best first."""
+    """Yield `mixed` and, times `rest`, those of `ranked` that are not in it, best first."""
     place = 0
     for token, chance in ranked if rest > 0 else ():
         if token in seen:
@@ -212,17 +237,3 @@ def _interleaved(
             place += 1
         yield token, chance
     yield from mixed[place:]
-
-
-def _chance(pair: tuple[int, float]) -> float:
-    return pair[1]
-
-
-def _asked_of(network: Drafter, row: DraftRow) -> DraftRow:
-    if not _drafts(row, network):
-        return replace(row, depth=0, budget=0)
-    return row if row.depth <= network.max_depth else replace(row, depth=network.max_depth)
-
-
-def _drafts(row: DraftRow, part: Drafter) -> bool:
-    return row.members is None or part.name in row.members

@@ -1,36 +1,46 @@
-"""Prompt lookup: what followed the same tokens before, in the row's own text or in a static table. No model."""
+"""Prompt lookup: what followed the same tokens before, in the row's own text or in a static table. No model.
+
+The probability of a token backs off from the longest known suffix of a context to the shorter ones. Each suffix gets
+the share of the probability that the longer ones left over, and leaves over the more, the more different tokens have
+followed it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from ddtree.drafters import DraftRow
-from ddtree.drafters.lazy_tree import Children, Nodes, grow_on_demand, stacked
-from ddtree.drafters.ngram_table import MAX_ORDER, Index, NgramTable, successors
+from ddtree.drafters.lazy_tree import Children, batched, grow_lazily
+from ddtree.drafters.ngram_table import DOUBT, MAX_ORDER, NgramTable, extend_hash
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.kv_cache import drop_row
 from ddtree.sampling.noise import PLAIN, Noise, check_coupling
 from ddtree.stats import Clock
 from ddtree.tree import MAX_DEPTH, DraftTree
+from ddtree.validation import check_whole
 
 _MEAN_GUMBEL = 0.5772
 _WEIGHT, _WEIGHT_ALONE = 6.0, 2.0
+_WIDTH = 16  # successors looked at of one suffix: the newest of the row's own, the most frequent of the table
+_NEGLIGIBLE = 1e-3  # shorter suffixes are not asked when less than this is left for them
 
 
 class Lookup:
-    """Drafts with n-grams, best first under each row's budget; the probabilities are `ddtree.drafters.backoff`'s.
+    """Drafts with n-grams, best first under each row's budget.
 
     Args:
         table: counts of other texts, such as the target's own answers; None uses the row's text alone.
         vocab_size: the target's; a table with higher ids is refused.
         order: longest context, 1..8.
-        weight: how much one sight in the row's own text counts: against one in the table, by default 6; without a
-            table against the doubt whether it comes again, by default 2, where held-out answers are likeliest.
+        weight: how much one occurrence in the row's own text counts: against one in the table, by default 6; without
+            a table against the doubt whether it comes again, by default 2, where held-out answers are likeliest.
         coupling: (beta, kappa) of noise-coupled drafting; the table's own by default. (0, 1) drafts without looking
             at the noise, as is done without a table: a text alone knows too few tokens to rank.
         device: where the trees are wanted.
@@ -54,8 +64,7 @@ class Lookup:
         coupling: tuple[float, float] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 1 <= order <= MAX_ORDER:
-            raise ConfigError(f"order={order} is outside 1..{MAX_ORDER}: give a whole number in that range")
+        check_whole("order", order, 1, MAX_ORDER)
         if weight is None:
             weight = _WEIGHT_ALONE if table is None else _WEIGHT
         if not 0 < weight < math.inf:
@@ -73,80 +82,175 @@ class Lookup:
         self.weight = weight
         self.coupling = coupling
         self.device = torch.device(device)
-        self._rows: list[Index] = []
+        self._rows: list[TextIndex] = []
 
     def add_row(self) -> None:
-        self._rows.append(Index(self.order))
+        """Open an empty row at the end."""
+        self._rows.append(TextIndex(self.order))
 
     def drop_row(self, row: int) -> None:
+        """Forget a row; the last row takes its index."""
         drop_row(self._rows, row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
-        """Nothing to do: `DraftRow.tokens` tells all, the bonus token included."""
+        """Do nothing: `DraftRow.tokens` holds the whole text, the bonus token included."""
 
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        """Propose a tree for each row."""
         self.follow(rows)
         with clock("build"):
-            trees = [grow_on_demand(row, self.guess(index, row).children) for index, row in enumerate(rows)]
-            return stacked(trees, self.device)
+            trees = [grow_lazily(row, self.proposals_for(index, row)) for index, row in enumerate(rows)]
+            return batched(trees, self.device)
 
     def follow(self, rows: list[DraftRow]) -> None:
-        """Take in what the rows' texts have beyond what was seen of them."""
+        """Count the n-grams of what the rows' texts have beyond what was counted before."""
         for index, row in enumerate(rows):
-            if not self._rows[index].follows(row.tokens):
-                self._rows[index] = Index(self.order)
+            if not self._rows[index].is_prefix_of(row.tokens):
+                self._rows[index] = TextIndex(self.order)
             self._rows[index].extend(row.tokens)
 
-    def guess(self, index: int, row: DraftRow) -> Guess:
-        """What may follow the prefixes of a row that was last followed."""
-        foresight = None
+    def proposals_for(self, index: int, row: DraftRow) -> NgramProposals:
+        """Return what may follow a row, which `follow` has got before."""
+        coupling = None
         if row.noise is not None and self.coupling != PLAIN:
-            foresight = _Foresight(row.noise, self.coupling)
-        return Guess(self._rows[index], self.table, self.weight, row.tokens, foresight)
+            coupling = _NoiseCoupling(row.noise, self.coupling)
+        return NgramProposals(self._rows[index], self.table, self.weight, row.tokens, coupling)
 
 
-class Guess:
-    """Probabilities of the tokens that n-grams know to follow the nodes of one row's tree, as it grows.
+class TextIndex:
+    """The n-grams of one row's text, which grows.
+
+    Attributes:
+        order: longest context, as 5.
+        entries: by the hash of a context, its successor when it occurred once, else [occurrences],
+            {successor: count}, where the latest successor is the last.
+    """
+
+    def __init__(self, order: int) -> None:
+        self.order = order
+        self.entries: dict[int, int | tuple[list[int], dict[int, int]]] = {}
+        self._length = 0
+        self._tail: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Count what `tokens`, the whole text, has beyond what was counted before."""
+        entries, order = self.entries, self.order
+        for at in range(self._length, len(tokens)):
+            token, word = tokens[at], 0
+            for before in range(at - 1, max(at - 1 - order, -1), -1):
+                word = extend_hash(word, tokens[before])
+                entry = entries.get(word)
+                if entry is None:
+                    entries[word] = token
+                    continue
+                if isinstance(entry, int):
+                    entry = entries[word] = ([1], {entry: 1})
+                entry[0][0] += 1
+                entry[1][token] = entry[1].pop(token, 0) + 1
+        self._length = len(tokens)
+        self._tail = list(tokens[-order:])
+
+    def is_prefix_of(self, tokens: Sequence[int]) -> bool:
+        """Return whether `tokens` continues the text counted so far; only the end of that text is compared."""
+        return tokens[max(0, self._length - self.order) : self._length] == self._tail
+
+
+def backoff(
+    context: Sequence[int], index: TextIndex, table: NgramTable | None, weight: float
+) -> tuple[dict[int, float], float]:
+    """Return the probabilities of the known tokens after a context, and that of all unknown ones together.
+
+    The tokens come in the order in which they are found: those of the longest suffix first, within one the newest.
+
+    Args:
+        context: the last tokens, no more than the index's order.
+        index: the row's own text.
+        table: counts of other texts.
+        weight: how much one occurrence in the own text counts against one in the table, as 6.
+    """
+    entries, word, found = index.entries, 0, []
+    for token in reversed(context):
+        word = extend_hash(word, token)
+        own, static = entries.get(word), table.find(word, _WIDTH) if table else None
+        if own is not None or static is not None:
+            found.append((own, static))
+    scores: dict[int, float] = {}
+    left = 1.0
+    for own, static in reversed(found):
+        total, different = (static.total, static.different) if static else (0, 1)
+        if isinstance(own, int):
+            share = left / (total + weight + DOUBT * different)
+            scores[own] = scores.get(own, 0.0) + share * weight
+            left -= share * weight
+        elif own is not None:
+            seen, successors = own
+            share = left / (total + weight * seen[0] + DOUBT * max(different, len(successors)))
+            for token, count in islice(reversed(successors.items()), _WIDTH):
+                scores[token] = scores.get(token, 0.0) + share * weight * count
+            left -= share * weight * seen[0]
+        else:
+            share = left / (total + DOUBT * different)
+        if static:
+            for token, count in zip(static.tokens, static.counts, strict=True):
+                scores[token] = scores.get(token, 0.0) + share * count
+            left -= share * static.known
+        if left < _NEGLIGIBLE:
+            break
+    return scores, left
+
+
+NgramState = tuple[list[int], int]
+"""The last tokens of a path, and the absolute position of its children."""
+
+
+class NgramProposals:
+    """Probabilities of the tokens that n-grams know to follow the paths of one row's tree; a `PathModel`.
 
     Args:
         index: n-grams of the row's text.
         table: of other texts.
-        weight: of a sight in the row's text, against one in the table.
+        weight: of an occurrence in the row's text, against one in the table.
         tokens: the row's text, the bonus token included.
-        foresight: of the row's noise, for a sampled row.
+        coupling: with the row's noise, for a sampled row.
     """
 
     def __init__(
         self,
-        index: Index,
+        index: TextIndex,
         table: NgramTable | None,
         weight: float,
         tokens: list[int],
-        foresight: _Foresight | None,
+        coupling: _NoiseCoupling | None,
     ) -> None:
         self._known = index, table, weight
         self._order = index.order
-        self._contexts = [tokens[-self._order :]]
-        self._end = len(tokens)
-        self._foresight = foresight
+        self._root = tokens[-self._order :], len(tokens)
+        self._coupling = coupling
 
-    def scores(self, nodes: Nodes, node: int) -> dict[int, float]:
-        """Of the known children of a node; what they lack to 1 is left to unknown tokens. Ask node by node."""
-        for place in range(len(self._contexts), node + 1):
-            before = self._contexts[nodes.parents[place]]
-            self._contexts.append([*before, nodes.tokens[place]][-self._order :])
-        scores, unknown = successors(self._contexts[node], *self._known)
-        if scores and self._foresight:
-            return self._foresight.chances(scores, unknown, self._end + nodes.depths[node])
+    def start(self) -> NgramState:
+        """Return the state of the root."""
+        return self._root
+
+    def step(self, state: NgramState, token: int) -> NgramState:
+        """Return the state of a path with one more token."""
+        context, position = state
+        return [*context, token][-self._order :], position + 1
+
+    def probabilities(self, state: NgramState) -> dict[int, float]:
+        """Return those of the known tokens after a path; what they lack to 1 is left to unknown tokens."""
+        context, position = state
+        scores, unknown = backoff(context, *self._known)
+        if scores and self._coupling:
+            return self._coupling.apply(scores, unknown, position)
         return scores
 
-    def children(self, nodes: Nodes, node: int) -> Children:
-        """The known ones, best first; ties by longest suffix, then newest."""
-        return iter(sorted(self.scores(nodes, node).items(), key=itemgetter(1), reverse=True))
+    def children(self, state: NgramState) -> Children:
+        """Return the known tokens, best first; ties by longest suffix, then newest."""
+        return iter(sorted(self.probabilities(state).items(), key=itemgetter(1), reverse=True))
 
 
-class _Foresight:
-    """Candidates ranked under a row's noise, as `ddtree.noise.couple` ranks a whole vocabulary.
+class _NoiseCoupling:
+    """Ranks candidates under a row's noise, as `ddtree.sampling.noise.couple` ranks a whole vocabulary.
 
     The unknown tokens compete as one, with the mean of the noise. What is drawn at a position serves all nodes there.
     """
@@ -156,8 +260,8 @@ class _Foresight:
         self._beta, self._kappa = coupling
         self._drawn: defaultdict[int, dict[int, float]] = defaultdict(dict)
 
-    def chances(self, scores: dict[int, float], unknown: float, position: int) -> dict[int, float]:
-        """The scores under the noise of a position; those of no chance are left out."""
+    def apply(self, scores: dict[int, float], unknown: float, position: int) -> dict[int, float]:
+        """Return the candidates' chances under the noise of a position, without those of no chance."""
         drawn = self._drawn[position]
         missing = [token for token in scores if token not in drawn]
         if missing:

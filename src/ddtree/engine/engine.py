@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.drafters import Drafter, holdings_of
-from ddtree.drafters.claims import claim, release
+from ddtree.drafters import Drafter, claim, holdings_of, release
 from ddtree.engine.detokenizer import Detokenizer
 from ddtree.engine.planner import Planner, check_prompt
 from ddtree.engine.prefix_cache import PrefixStore

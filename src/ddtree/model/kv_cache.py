@@ -196,7 +196,7 @@ class KVCache:
         return self._grown(rows, tokens, 1, min(_FIRST_TOKENS, self.max_tokens))
 
     @torch.inference_mode()
-    def confine(self, rows: int, tokens: int, limit: int) -> None:
+    def shrink_to(self, rows: int, tokens: int, limit: int) -> None:
         """Give memory back where growing to buffers of `shape` would lead to more than `limit` bytes.
 
         Buffers never shrink by themselves, so one row may have left them long, and many short ones wide.
@@ -366,7 +366,7 @@ class Holding:
             CacheMemoryError: the device has no room for the smaller buffers beside the old ones.
         """
         width, columns = self.shape(rows, tokens)
-        self.cache.confine(width, columns, self.token * width * columns + slack)
+        self.cache.shrink_to(width, columns, self.token * width * columns + slack)
 
 
 def token_bytes(target: Any) -> int:

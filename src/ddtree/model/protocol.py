@@ -73,8 +73,8 @@ class TargetWeights(Protocol):
         device: where the model runs.
         dtype: of weights, logits and features.
         vocab_size: V, the rows of the head.
-        hidden_size: H, the width of the hidden states.
-        num_layers: decoder layers.
+        hidden_size: H, the width of the hidden states; 0 where the config does not say, and no drafter can be used.
+        num_layers: decoder layers; 0 likewise.
         max_context: most tokens of a sequence, prompt and answer together.
         eos_ids: token ids that end a text.
         embed: the input embedding, weight [V, H].

@@ -33,10 +33,11 @@ class HuggingFaceTarget(TargetWeights):
         self.embed: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self.head.weight.shape[0]
-        self.hidden_size: int = self.config.hidden_size
-        self.num_layers: int = self.config.num_hidden_layers
-        self.device: torch.device = self.embed.weight.device
-        self.dtype: torch.dtype = self.embed.weight.dtype
+        # The configs of a few models that take no drafter (BLT) do not say.
+        self.hidden_size: int = getattr(self.config, "hidden_size", 0)
+        self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
         self.max_context = context_limit(self.config, max_context)
         self.eos_ids = eos_ids(model, tokenizer)
         self._cache_name = cache_argument(model)
@@ -74,6 +75,7 @@ class Target(HuggingFaceTarget, TargetModel[KVCache]):
             )
         super().__init__(model, tokenizer, max_context)
         self._layers = decoder_layers(model)
+        self.num_layers = len(self._layers)
         self._windowed = bool(getattr(self.config, "sliding_window", None))
         self._configs = list(
             {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint: the engine's thread and what talks to it, and HTTP on top."""
+"""An OpenAI-compatible HTTP server: routes and formats on top of one thread that runs the engine."""

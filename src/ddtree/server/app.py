@@ -1,53 +1,87 @@
-"""The HTTP application: routes, middleware, and how errors are told."""
+"""The HTTP application: all routes, middleware, error handlers, and the dashboard."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request, Response
+import asyncio
+import mimetypes
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
 
 import ddtree
+from ddtree import prompts
 from ddtree.errors import DDTreeError
-from ddtree.server import admin, chat, completions, pages, system
-from ddtree.server.http import ApiError, api_error, validation_error
-from ddtree.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DraftingRequest,
-    ErrorBody,
-    TokenizeRequest,
-)
-from ddtree.server.security import BodyLimit, Gate
-from ddtree.server.state import Serving, Settings
-from ddtree.server.worker import Service
+from ddtree.server import http, openai, schemas
+from ddtree.server.config import HttpSettings
+from ddtree.server.handle import DeltaQueue
+from ddtree.server.http import ApiError, invalid_value, json_response
+from ddtree.server.metrics import CONTENT_TYPE
+from ddtree.server.security import AuthMiddleware, BodyLimit
+from ddtree.server.state import AppState
+from ddtree.server.tokens import encode_chat
+from ddtree.server.worker import EngineThread
 
+STATE_EVERY = 1.0
+"""Seconds between two states in the stream of events."""
+_REPORTS_KEPT = 64  # round reports that wait for a slow reader
 _SCHEMAS: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/api/drafting": DraftingRequest,
+    "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/completions": schemas.CompletionRequest,
+    "/tokenize": schemas.TokenizeRequest,
+    "/api/drafting": schemas.DraftingRequest,
+}
+_DASHBOARD = Path(__file__).parent / "dashboard"
+# The page asks nothing of any other host and carries no inline script or style, so its policy forbids both.
+_DASHBOARD_HEADERS = {
+    "Cache-Control": "no-cache",  # kept, but asked about: a newer server's page is seen at once
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
 }
 
+# Python 3.11 knows the older type, and systems may know another one.
+mimetypes.add_type("text/javascript", ".mjs")
+mimetypes.add_type("text/javascript", ".js")
+router = APIRouter()
 
-def create_app(service: Service, settings: Settings | None = None) -> FastAPI:
-    """An ASGI application on a service, which its owner starts and shuts down."""
-    settings = settings or Settings()
+
+class DashboardFiles(StaticFiles):
+    """Serves the dashboard's files, with headers that forbid scripts and requests of other hosts."""
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        """Return a file, or 304 for a browser that has it."""
+        response = super().file_response(*args, **options)
+        response.headers.update(_DASHBOARD_HEADERS)
+        return response
+
+
+def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> FastAPI:
+    """Return an ASGI application on an engine thread, which its owner starts and shuts down."""
+    settings = settings or HttpSettings()
     app = FastAPI(
         title="ddtree",
         version=ddtree.__version__,
         # The pages that show the API load scripts of other hosts.
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+        responses={"4XX": {"model": schemas.ErrorBody}, "5XX": {"model": schemas.ErrorBody}},
     )
-    app.state.serving = Serving(service, settings)
-    for module in (chat, completions, system, admin, pages):
-        app.include_router(module.router)
+    app.state.ddtree = AppState(worker, settings)
+    app.include_router(openai.router)
+    app.include_router(router)
+    app.mount("/dashboard", DashboardFiles(directory=_DASHBOARD))
     # The last one added sees a request first.
-    app.add_middleware(BodyLimit, limit=service.limits.max_body_bytes)
-    app.add_middleware(Gate, keys=settings.api_keys, hosts=settings.hosts)
+    app.add_middleware(BodyLimit, limit=worker.limits.max_body_bytes)
+    app.add_middleware(AuthMiddleware, keys=settings.api_keys, hosts=settings.hosts)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -56,31 +90,177 @@ def create_app(service: Service, settings: Settings | None = None) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(DDTreeError, _failed)
-    app.add_exception_handler(Exception, _failed)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(HTTPException, _answer_refused)
+    app.add_exception_handler(DDTreeError, _answer_failed)
+    app.add_exception_handler(Exception, _answer_failed)
     return app
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
+async def _answer_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return validation_error(error).response()
+    return http.validation_error(error).response()
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _answer_refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.detail == "There was an error parsing the body":
         error = ApiError(400, "the body is no JSON: its encoding or its depth is wrong", code="invalid_json")
-    if error.status_code == 404 and error.detail == "Not Found":
-        error = ApiError(
-            404, f"there is nothing at {request.url.path}: the API is under /v1", code="not_found"
-        )
-    if not isinstance(error, ApiError):
+    elif error.status_code == 404 and error.detail == "Not Found":
+        message = f"there is nothing at {request.url.path}: the API is under /v1"
+        error = ApiError(404, message, code="not_found")
+    elif not isinstance(error, ApiError):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
     return error.response()
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _answer_failed(request: Request, error: Exception) -> Response:
     schema = _SCHEMAS.get(request.url.path)
-    return api_error(error, schema.model_fields if schema else None).response()
+    return http.api_error(error, schema.model_fields if schema else None).response()
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """Return the one model."""
+    return json_response({"object": "list", "data": [_model_card(AppState.of(request))]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> Response:
+    """Return the model by its name, or 404."""
+    state = AppState.of(request)
+    state.check_model(name)
+    return json_response(_model_card(state))
+
+
+def _model_card(state: AppState) -> dict[str, Any]:
+    return {
+        "id": state.worker.name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "ddtree",
+        "root": state.worker.name,
+        "parent": None,
+        "max_model_len": state.worker.model.target.max_context,
+    }
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Return the version of this program."""
+    return json_response({"version": ddtree.__version__})
+
+
+@router.get("/health")
+@router.get("/health/live")
+@router.head("/health", include_in_schema=False)
+@router.head("/health/live", include_in_schema=False)
+async def live(request: Request) -> Response:
+    """Return 200 while the engine can decode, or is about to."""
+    health = AppState.of(request).worker.health
+    return json_response(health, 200 if health["live"] else 503)
+
+
+@router.get("/health/ready")
+@router.head("/health/ready", include_in_schema=False)
+async def ready(request: Request) -> Response:
+    """Return 200 while answers are made."""
+    health = AppState.of(request).worker.health
+    return json_response(health, 200 if health["ready"] else 503)
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+def metrics(request: Request) -> Response:
+    """Return figures for Prometheus."""
+    return Response(AppState.of(request).worker.book.metrics.text(), media_type=CONTENT_TYPE)
+
+
+@router.post("/tokenize")
+async def tokenize(body: schemas.TokenizeRequest, request: Request) -> Response:
+    """Return the token ids of a text or a chat, as an answer would begin with."""
+    state = AppState.of(request)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_value("prompt", "give either prompt or messages")
+    tokens = await state.run_in_thread(lambda: _encode(state.worker.model.tokenizer, body))
+    found: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": state.worker.model.target.max_context,
+        "tokens": tokens,
+    }
+    if body.return_token_strs:
+        texts = state.worker.texts
+        found["token_strs"] = await state.run_in_thread(lambda: [texts(token)[0] for token in tokens])
+    return json_response(found)
+
+
+def _encode(tokenizer: Any, body: schemas.TokenizeRequest) -> list[int]:
+    if body.prompt is None:
+        return encode_chat(tokenizer, body)
+    tokens = prompts.encode(tokenizer, body.prompt)
+    if body.add_special_tokens is False:
+        return [int(token) for token in tokenizer.encode(body.prompt, add_special_tokens=False)]
+    return tokens
+
+
+@router.post("/detokenize")
+async def detokenize(body: schemas.DetokenizeRequest, request: Request) -> Response:
+    """Return the text of token ids, special ones included."""
+    state = AppState.of(request)
+    state.check_model(body.model)
+    tokenizer, size = state.worker.model.tokenizer, state.worker.model.target.vocab_size
+    if tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer", code="unsupported_parameter")
+    bad = next((token for token in body.tokens if not 0 <= token < size), None)
+    if bad is not None:
+        raise invalid_value("tokens", f"tokens: {bad} is outside the vocabulary 0..{size - 1}")
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    text = await state.run_in_thread(lambda: str(tokenizer.decode(body.tokens, **options)))
+    return json_response({"prompt": text})
+
+
+@router.get("/api/drafting")
+async def drafting(request: Request) -> Response:
+    """Return how answers are drafted where their requests do not say."""
+    return json_response(AppState.of(request).worker.drafting.as_dict())
+
+
+@router.post("/api/drafting")
+async def set_drafting(body: schemas.DraftingRequest, request: Request) -> Response:
+    """Change that from the next round on, for running answers too. Texts stay the same."""
+    worker = AppState.of(request).worker
+    # Null is a value: all drafters. An unknown field is an error here, as a misspelt one would change nothing.
+    worker.set_drafting(worker.drafting.merged(body.model_dump(exclude_unset=True)))
+    return json_response(worker.drafting.as_dict())
+
+
+@router.get("/api/state")
+async def state(request: Request) -> Response:
+    """Return what the server is doing."""
+    return json_response(AppState.of(request).worker.state())
+
+
+@router.get("/api/events", responses=http.STREAM_RESPONSES)
+async def events(request: Request) -> Response:
+    """Send server-sent events: `round` reports as they come, and the `state` once per second."""
+    worker = AppState.of(request).worker
+    reports: DeltaQueue[dict[str, Any]] = DeltaQueue(most=_REPORTS_KEPT)
+    return http.EventStream(_events(worker, reports), worker.book.watch(reports.put))
+
+
+async def _events(worker: EngineThread, reports: DeltaQueue[dict[str, Any]]) -> AsyncGenerator[str, None]:
+    """Yield events until the engine's thread ends, which would otherwise wait for its readers."""
+    clock = asyncio.get_running_loop().time
+    due = clock()
+    while worker.health["status"] not in ("closing", "stopped", "failed"):
+        if clock() >= due:
+            yield http.event(worker.state(), "state")
+            due = clock() + STATE_EVERY
+        for report in await reports.take(due - clock()):
+            yield http.event(report, "round")
+
+
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+async def dashboard(request: Request) -> Response:
+    """Return the dashboard's page."""
+    return await DashboardFiles(directory=_DASHBOARD).get_response("index.html", request.scope)

@@ -1,135 +1,363 @@
-"""How answers become JSON: whole, or as chunks of a stream. Chats and completions fill in their choices."""
+"""`/v1/chat/completions` and `/v1/completions`: from a request to its choices, and from these to the response."""
 
 from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 
-from ddtree.server.answers import Answer, Answers
-from ddtree.server.events import Event
-from ddtree.server.http import api_error, json_response, new_id
-from ddtree.server.schemas import Generation, StreamOptions
-from ddtree.server.sse import COMMENT, DONE, EventStream, data, unless_left
-from ddtree.server.state import Serving
+from ddtree import prompts
+from ddtree.engine.sequence import Result
+from ddtree.errors import ConfigError
+from ddtree.sampling.noise import MAX_SEED
+from ddtree.sampling.params import SamplingParams
+from ddtree.server import http, schemas
+from ddtree.server.handle import ClosingError, DeltaQueue, GenerationRequest, TokenDelta
+from ddtree.server.http import ApiError, invalid_value
+from ddtree.server.schemas import ChatRequest, CompletionRequest, GenerationFields, StreamOptions
+from ddtree.server.state import AppState
+from ddtree.server.tokens import CompletionLogprobs, chat_logprobs, encode_chat, prompt_logprobs
 
-LEFT = 499
-"""Status of what is sent to a client that has left, and so to nobody; as in nginx."""
+COMPLETION_TOKENS = 16
+"""Tokens of a completion whose request names no limit: OpenAI's default."""
+_CLIENT_LEFT = 499
+"""The status for a client that has closed the connection, as nginx logs it."""
 _log = logging.getLogger(__name__)
+router = APIRouter()
 
 
-class Reply(ABC):
-    """One reply, of as many choices as there are answers.
+@router.post("/v1/chat/completions", responses=http.STREAM_RESPONSES)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a chat: n choices, whole or as server-sent events."""
+    return await _generate(body, request, [body])
+
+
+@router.post("/v1/completions", responses=http.STREAM_RESPONSES)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one prompt or several, n times each; choice i * n + j is the j-th of prompt i."""
+    prompt = body.prompt
+    if not prompt:
+        message = "prompt is empty: give at least one character"
+        raise ApiError(400, message, param="prompt", code="invalid_prompt")
+    one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    return await _generate(body, request, [prompt] if one else list(prompt))
+
+
+async def _generate(body: GenerationFields, request: Request, sources: list[Any]) -> Response:
+    """Answer a request, whose prompts are made of `sources`: a chat, texts, or lists of token ids."""
+    state = AppState.of(request)
+    check_request(state, body, len(sources))
+    tokenizer = state.worker.model.tokenizer
+    chat, echo = isinstance(body, ChatRequest), getattr(body, "echo", None)
+    default = state.worker.limits.max_tokens if chat else COMPLETION_TOKENS
+    params = schemas.sampling_params(body, state.sampling_defaults, tokenizer, default)
+    encode = encode_chat if chat else prompts.encode
+    encoded = await state.run_in_thread(lambda: [encode(tokenizer, source) for source in sources])
+    echoes = [""] * len(sources)
+    if echo:
+        echoes = await state.run_in_thread(lambda: [_as_text(tokenizer, source) for source in sources])
+    choices = Choices(state, body, encoded, params)
+    return await ResponseFormatter(state, body, choices, echoes).respond(request)
+
+
+def _as_text(tokenizer: Any, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        return ""
+    return str(tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def check_request(state: AppState, body: GenerationFields, prompts: int = 1) -> None:
+    """Raise ApiError for what is wrong with a request of so many prompts, before anything is encoded."""
+    worker = state.worker
+    state.check_model(body.model)
+    schemas.refuse_unsupported(body)
+    if body.n is not None and not 1 <= body.n <= worker.limits.max_n:
+        raise invalid_value("n", f"n must be from 1 to {worker.limits.max_n}, not {body.n}")
+    answers, most = (body.n or 1) * prompts, worker.limits.max_waiting + worker.model.engine.max_rows
+    if answers > most:
+        message = f"the request asks for {answers} answers: at most {most} fit at once"
+        raise ApiError(400, message, code="invalid_value")
+    if body.stream_options is not None and not body.stream:
+        raise invalid_value("stream_options", "stream_options needs stream: true")
+    try:
+        worker.drafting.merged(body.ddtree).check_drafter(worker.model.engine.members)
+    except ConfigError as error:
+        raise invalid_value("ddtree", str(error)) from error
+
+
+def seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """Return parameters for n answers to one prompt: the first has the given seed, the others those after it."""
+    if params.seed is None:
+        return [params] * n
+    return [replace(params, seed=(params.seed + i) % MAX_SEED) for i in range(n)]
+
+
+class Choices:
+    """The answers to one HTTP request. They are submitted at once, and must be ended by `cancel` in any case.
+
+    Args:
+        state: of the application.
+        body: the request.
+        prompts: token ids of each prompt, answered `body.n` times.
+        params: how to sample.
 
     Attributes:
-        prefix: of its id.
-        kind: OpenAI's `object` of a whole reply.
-        chunk_kind: OpenAI's `object` of a chunk.
+        first_tokens: of each choice, the first token of its prompt.
+
+    Raises:
+        DDTreeError: as `EngineThread.submit`.
     """
 
-    prefix: str
-    kind: str
-    chunk_kind: str
+    def __init__(
+        self,
+        state: AppState,
+        body: GenerationFields,
+        prompts: list[list[int]],
+        params: SamplingParams,
+    ) -> None:
+        self._n = body.n or 1
+        # One token is made all the same, and not reported.
+        self._prompt_only = schemas.requested_tokens(body, least=0) == 0
+        self._prompt_tokens = sum(map(len, prompts))
+        self._output_tokens = 0
+        text = state.worker.model.tokenizer is not None
+        requests = [
+            GenerationRequest(prompt, one, body.ddtree, text)
+            for prompt in prompts
+            for one in seeded(params, self._n)
+        ]
+        self.first_tokens = [request.prompt[0] for request in requests]
+        self._results: list[Result | None] = [None] * len(requests)
+        self._worker = state.worker
+        self._queue: DeltaQueue[tuple[int, TokenDelta]] = DeltaQueue()
+        self._handles = state.worker.submit(requests, self._queue)
 
-    def __init__(self, serving: Serving, body: Generation, answers: Answers) -> None:
-        self.serving = serving
-        self.answers = answers
+    async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta] | None]:
+        """Yield (index of the choice, delta) until all have ended; None for 15 seconds without one (keep-alive).
+
+        What a slow client has not taken yet is joined to one delta for each choice.
+
+        Raises:
+            Exception: the error that ended an answer early.
+        """
+        while None in self._results:
+            waiting: dict[int, list[TokenDelta]] = {}
+            for index, delta in await self._queue.take(http.STREAM_PATIENCE):
+                waiting.setdefault(index, []).append(delta)
+            if not waiting:
+                yield None
+            for index, parts in waiting.items():
+                yield index, self._received(index, TokenDelta.joined(parts))
+
+    async def complete(self) -> list[TokenDelta]:
+        """Return every answer as one delta, once all have ended."""
+        parts: list[list[TokenDelta]] = [[] for _ in self._results]
+        async for item in self.deltas():
+            if item is not None:
+                parts[item[0]].append(item[1])
+        return [TokenDelta.joined(of_one) for of_one in parts]
+
+    def cancel(self) -> None:
+        """End the answers that still run."""
+        for handle in self._handles:
+            self._worker.cancel(handle)
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's usage so far."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._output_tokens,
+            "total_tokens": self._prompt_tokens + self._output_tokens,
+        }
+        cached = [result.stats.cached_tokens if result is not None else 0 for result in self._results]
+        # Each prompt counts once, however many answers it has.
+        total = sum(max(cached[start : start + self._n]) for start in range(0, len(cached), self._n))
+        if total:
+            usage["prompt_tokens_details"] = {"cached_tokens": total}
+        return usage
+
+    def timings(self, index: int | None = None) -> list[dict[str, Any]]:
+        """Return the figures of the answers that have ended, or of one of them."""
+        return [
+            {"index": at, **_timings(result)}
+            for at, result in enumerate(self._results)
+            if result is not None and index in (None, at)
+        ]
+
+    def _received(self, index: int, delta: TokenDelta) -> TokenDelta:
+        if delta.error is not None:
+            raise delta.error
+        if delta.result is not None and delta.result.finish_reason == "cancelled":
+            raise ClosingError("the server shut down before the answer was complete: ask again")
+        if self._prompt_only:
+            result = delta.result and replace(delta.result, finish_reason="length")
+            delta = TokenDelta(prompt_logprobs=delta.prompt_logprobs, result=result)
+        self._output_tokens += len(delta.tokens)
+        self._results[index] = delta.result
+        return delta
+
+
+def _timings(result: Result) -> dict[str, Any]:
+    """Return times in milliseconds, and figures of drafting. `draft_n` and `draft_n_accepted` are llama.cpp's names."""
+    stats = result.stats
+    return {
+        "prompt_n": stats.prompt_tokens,
+        "cached_n": stats.cached_tokens,
+        "predicted_n": stats.output_tokens,
+        "time_to_first_token_ms": 1000 * stats.ttft,
+        "time_per_output_token_ms": 1000 * stats.tpot,
+        "total_ms": 1000 * stats.total,
+        "tokens_per_second": stats.tokens_per_second,
+        "rounds": stats.rounds,
+        "draft_n": stats.nodes,
+        "draft_n_accepted": sum(depth * count for depth, count in stats.accepted.items()),
+        "tau": stats.tau,
+        "arms": dict(stats.arms),
+        "seconds": dict(stats.seconds),
+        "seed": result.seed,
+    }
+
+
+class ResponseFormatter:
+    """Writes the choices of one request as one JSON body, or as the chunks of a stream.
+
+    Args:
+        state: of the application.
+        body: the request, of a chat or of completions.
+        choices: its answers.
+        echoes: of each prompt, the text before its answers; empty for chats.
+    """
+
+    def __init__(self, state: AppState, body: GenerationFields, choices: Choices, echoes: list[str]) -> None:
+        self._texts = state.worker.texts
+        self._choices = choices
+        self._chat = isinstance(body, ChatRequest)
+        self._stream = bool(body.stream)
         self._options = body.stream_options or StreamOptions()  # type: ignore[call-arg]
         self._detailed = bool(body.ddtree_details)
         self._timed = self._detailed or bool(body.ddtree_timings)
-        self._id, self._created = new_id(self.prefix), int(time.time())
+        self._echoes = [echo for echo in echoes for _ in range(body.n or 1)]
+        special = getattr(state.worker.model.tokenizer, "all_special_ids", ())
+        hidden = frozenset(() if body.skip_special_tokens is False else special)
+        self._logprobs = [CompletionLogprobs(self._texts, len(echo), hidden) for echo in self._echoes]
+        kind = "chat.completion" if self._chat else "text_completion"
+        self._head = {
+            "id": http.new_id("chatcmpl" if self._chat else "cmpl"),
+            "object": kind + ".chunk" if self._chat and self._stream else kind,
+            "created": int(time.time()),
+            "model": state.worker.name,
+        }
 
-    @abstractmethod
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """A whole choice."""
+    async def respond(self, request: Request) -> Response:
+        """Return the response. The answers end when the client leaves."""
+        if self._stream:
+            return http.EventStream(self._chunks(), self._choices.cancel)
+        try:
+            whole = await http.unless_disconnected(request.receive, self._whole())
+        finally:
+            self._choices.cancel()
+        return Response(status_code=_CLIENT_LEFT) if whole is None else http.json_response(whole)
 
-    @abstractmethod
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What a choice begins with in a stream, before its first token."""
+    async def _whole(self) -> dict[str, Any]:
+        choices = [
+            {**self._whole_choice(index, answer), **self._details(answer)}
+            for index, answer in enumerate(await self._choices.complete())
+        ]
+        return {**self._head, "choices": choices, "usage": self._choices.usage(), **self._figures()}
 
-    @abstractmethod
-    def piece(self, index: int, event: Event) -> dict[str, Any]:
-        """What has come of a choice."""
+    def _whole_choice(self, index: int, answer: TokenDelta) -> dict[str, Any]:
+        assert answer.result is not None
+        reason = answer.result.finish_reason
+        logprobs = self._answer_logprobs(index, answer)
+        if self._chat:
+            message = {"role": "assistant", "content": answer.text, "refusal": None}
+            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        before = self._prompt_logprobs(index, answer)
+        if before is not None and logprobs is not None:
+            logprobs = {name: before[name] + logprobs[name] for name in before}
+        return self._text_choice(index, self._echoes[index] + answer.text, logprobs or before, reason)
 
-    @abstractmethod
-    def ending(self, index: int, reason: str) -> dict[str, Any]:
-        """What a choice ends with in a stream."""
-
-    async def whole(self) -> dict[str, Any]:
-        answers = await self.answers.whole()
-        choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
-        if self._detailed:
-            for choice, answer in zip(choices, answers, strict=True):
-                choice["ddtree"] = self._details(answer.origins, answer.tokens)
-        reply = {**self._head(self.kind), "choices": choices, "usage": self.answers.usage()}
-        if self._timed:
-            reply["ddtree"] = {"timings": self.answers.timings()}
-        return reply
-
-    async def stream(self) -> AsyncGenerator[str, None]:
-        """Server-sent events. What goes wrong once it has begun is told in one of them."""
+    async def _chunks(self) -> AsyncGenerator[str, None]:
+        """Yield server-sent events. An error after the first of them is one of them."""
         opened: set[int] = set()
         try:
-            async for news in self.answers.events():
-                if news is None:
-                    yield COMMENT
+            async for item in self._choices.deltas():
+                if item is None:
+                    yield http.STREAM_COMMENT
                     continue
-                index, event = news
+                index, delta = item
                 # With the first token, not before: clients take the first chunk for it when they measure.
                 if index not in opened:
                     opened.add(index)
-                    opening = self.opening(index)
-                    if opening is not None:
-                        yield self._chunk([opening])
-                if event.text or (event.tokens and (self._detailed or event.logprobs)):
-                    more = {"ddtree": self._details(event.origins, event.tokens)} if self._detailed else {}
-                    yield self._chunk([self.piece(index, event)], more)
-                if event.result is not None:
-                    yield self._last(index, event.result.finish_reason)
+                    if self._chat:
+                        yield self._chunk(self._delta_choice(index, {"role": "assistant", "content": ""}))
+                    elif self._echoes[index]:
+                        before = self._prompt_logprobs(index, delta)
+                        yield self._chunk(self._text_choice(index, self._echoes[index], before))
+                if delta.text or (delta.tokens and (self._detailed or delta.logprobs)):
+                    yield self._chunk(self._new_text(index, delta), self._details(delta))
+                if delta.result is not None:
+                    # Figures come with the usage where there is one.
+                    figures = {} if self._options.include_usage else self._figures(index)
+                    yield self._chunk(self._ending(index, delta.result.finish_reason), figures)
             if self._options.include_usage:
-                timings = {"ddtree": {"timings": self.answers.timings()}} if self._timed else {}
-                yield self._chunk([], {"usage": self.answers.usage(), **timings})
+                yield self._chunk(None, {"usage": self._choices.usage(), **self._figures()})
         except Exception as error:
-            known = api_error(error)
+            known = http.api_error(error)
             if known.status_code == 500:
                 _log.exception("an answer failed")
-            yield data(known.body())
-        yield DONE
+            yield http.event(known.body())
+        yield http.STREAM_DONE
 
-    def _details(self, origins: list[int], tokens: list[int]) -> dict[str, Any]:
-        return {
-            "origins": origins,
-            "tokens": tokens,
-            "texts": [self.serving.tokens(token)[0] for token in tokens],
-        }
+    def _new_text(self, index: int, delta: TokenDelta) -> dict[str, Any]:
+        logprobs = self._answer_logprobs(index, delta)
+        if not self._chat:
+            return self._text_choice(index, delta.text, logprobs)
+        choice = self._delta_choice(index, {"content": delta.text})
+        return choice if logprobs is None else {**choice, "logprobs": logprobs}
 
-    def _last(self, index: int, reason: str) -> str:
-        """The chunk that ends a choice, with its figures where no later one will carry them."""
-        more: dict[str, Any] = {}
-        if self._timed and not self._options.include_usage:
-            more = {"ddtree": {"timings": [one for one in self.answers.timings() if one["index"] == index]}}
-        return self._chunk([self.ending(index, reason)], more)
+    def _ending(self, index: int, reason: str) -> dict[str, Any]:
+        if self._chat:
+            return self._delta_choice(index, {}, reason)
+        return self._text_choice(index, "", None, reason)
 
-    def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> str:
-        chunk = {**self._head(self.chunk_kind), "choices": choices, **(more or {})}
+    def _delta_choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "finish_reason": reason}
+
+    def _text_choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _prompt_logprobs(self, index: int, delta: TokenDelta) -> dict[str, Any] | None:
+        if delta.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(self._choices.first_tokens[index], delta.prompt_logprobs, self._texts)
+
+    def _answer_logprobs(self, index: int, delta: TokenDelta) -> dict[str, Any] | None:
+        if not delta.logprobs:
+            return None
+        if self._chat:
+            return chat_logprobs(delta.logprobs, self._texts)
+        return self._logprobs[index](delta.logprobs)
+
+    def _details(self, delta: TokenDelta) -> dict[str, Any]:
+        if not self._detailed:
+            return {}
+        texts = [self._texts(token)[0] for token in delta.tokens]
+        return {"ddtree": {"origins": delta.origins, "tokens": delta.tokens, "texts": texts}}
+
+    def _figures(self, index: int | None = None) -> dict[str, Any]:
+        return {"ddtree": {"timings": self._choices.timings(index)}} if self._timed else {}
+
+    def _chunk(self, choice: dict[str, Any] | None, more: dict[str, Any] | None = None) -> str:
+        chunk = {**self._head, "choices": [] if choice is None else [choice], **(more or {})}
         if self._options.continuous_usage_stats:
-            chunk.setdefault("usage", self.answers.usage())
-        return data(chunk)
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self.serving.service.name}
-
-
-async def answer(request: Request, reply: Reply, stream: bool) -> Response:
-    """Send a reply; its answers end when the client leaves."""
-    if stream:
-        return EventStream(reply.stream(), reply.answers.cancel)
-    try:
-        whole = await unless_left(request.receive, reply.whole())
-    finally:
-        reply.answers.cancel()
-    return Response(status_code=LEFT) if whole is None else json_response(whole)
+            chunk.setdefault("usage", self._choices.usage())
+        return http.event(chunk)

@@ -1,15 +1,71 @@
-"""The text and the bytes of single tokens, as log-probabilities, details and drawn trees name them."""
+"""Chats as token ids, and single tokens as texts, bytes and log-probabilities in the forms of OpenAI's API."""
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Any
 
+from ddtree import prompts
+from ddtree.sampling.sampler import TokenLogprobs
+from ddtree.server.http import ApiError
+from ddtree.server.schemas import (
+    ChatMessage,
+    ChatRequest,
+    TokenizeRequest,
+    refuse_template_arguments,
+    refuse_unless_text,
+)
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LOWEST = -9999.0
+"""The value written for a log-probability of minus infinity, which JSON cannot hold."""
+
+
+def encode_chat(tokenizer: Any, request: ChatRequest | TokenizeRequest) -> list[int]:
+    """Return the token ids of a request's messages, through the model's chat template.
+
+    Raises:
+        ApiError: a message holds something besides text.
+        PromptError: as `prompts.encode`.
+    """
+    messages = request.messages or []
+    if not messages:
+        raise ApiError(400, "messages is empty: send at least one", param="messages", code="invalid_value")
+    chat = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    # OpenAI's newer name of the system role, for templates that do not know it.
+    if "developer" not in str(getattr(tokenizer, "chat_template", None)):
+        for message in chat:
+            if message["role"] == "developer":
+                message["role"] = "system"
+    return prompts.encode(tokenizer, chat, template_kwargs=_template_variables(request))
+
+
+def _template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    given = dict(request.chat_template_kwargs or {})
+    refuse_template_arguments(given)
+    effort = getattr(request, "reasoning_effort", None)
+    if effort is not None:
+        given.setdefault("reasoning_effort", effort)
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if getattr(request, name) is not None:
+            given[name] = getattr(request, name)
+    if given.get("continue_final_message") and request.add_generation_prompt is None:
+        given["add_generation_prompt"] = False
+    return given
+
+
+def _message(message: ChatMessage, place: str) -> dict[str, Any]:
+    refuse_unless_text(message, place)
+    more = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    content = message.content or ""
+    if isinstance(content, list):
+        content = "\n".join(part.text or "" for part in content)
+    return {**more, "role": message.role, "content": content}
 
 
 def _byte_level() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one printable character: itself where it is one (GPT-2)."""
+    """Return the byte of each character of byte-level vocabularies: itself where it is printable (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -30,7 +86,7 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def __call__(self, token: int) -> tuple[str, bytes]:
-        """Text and bytes of a token. The text of bytes that are no whole character is `bytes:\\xe2\\x82`."""
+        """Return text and bytes of a token. Bytes that are no whole character have the text `bytes:\\xe2\\x82`."""
         if self._tokenizer is None:
             return str(token), b""
         if token not in self._known:
@@ -56,3 +112,60 @@ class TokenTexts:
         if name.startswith("▁") and not text.startswith(" "):
             text = " " + text
         return str(text).encode(errors="replace")
+
+
+def chat_logprobs(entries: list[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
+    """Return log-probabilities in the form of chats."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text, data = texts(token)
+        return {"token": text, "logprob": max(value, _LOWEST), "bytes": list(data)}
+
+    content = [
+        {**entry(one.token, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top]}
+        for one in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """Writes the log-probabilities of one answer in the older form of completions, piece by piece.
+
+    Args:
+        texts: texts of tokens.
+        offset: characters before the answer's text, as those of an echoed prompt.
+        hidden: tokens that the text leaves out.
+    """
+
+    def __init__(self, texts: TokenTexts, offset: int, hidden: frozenset[int] = frozenset()) -> None:
+        self._texts = texts
+        self._hidden = hidden
+        self._offset = offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __call__(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
+        """Return the next piece."""
+        offsets = []
+        for entry in entries:
+            offsets.append(self._offset)
+            if entry.token not in self._hidden:
+                self._offset += len(self._decoder.decode(self._texts(entry.token)[1]))
+        return {
+            "tokens": [self._texts(entry.token)[0] for entry in entries],
+            "token_logprobs": [max(entry.logprob, _LOWEST) for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        # The chosen token is among them even when others are likelier. Of two tokens with one text the likelier is
+        # written, except for the chosen one.
+        pairs = [*reversed(entry.top), (entry.token, entry.logprob)]
+        return {self._texts(token)[0]: max(value, _LOWEST) for token, value in pairs}
+
+
+def prompt_logprobs(first: int, entries: list[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
+    """Return a prompt's log-probabilities in the older form; its first token has none."""
+    told = CompletionLogprobs(texts, 0)([TokenLogprobs(first, 0.0, ()), *entries])
+    told["token_logprobs"][0] = told["top_logprobs"][0] = None
+    return told

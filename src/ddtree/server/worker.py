@@ -1,208 +1,179 @@
-"""The one thread that decodes, and what the rest of a server says to it."""
+"""The engine's thread: it takes requests in, runs the engine, and sends new tokens to their readers.
+
+Nothing else may use the model's engine while the thread runs.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Literal
 
 from ddtree.api import Model
 from ddtree.engine.engine import Engine, Round
+from ddtree.engine.planner import unmeasured
+from ddtree.engine.sequence import Sequence
 from ddtree.errors import ConfigError, DDTreeError
-from ddtree.policy import Request
-from ddtree.sampling.sampler import SamplingParams
-from ddtree.server.controllers import Controllers
-from ddtree.server.drafting import Drafting
-from ddtree.server.events import Event
-from ddtree.server.limits import BusyError, ClosingError, EngineError, Limits, TimeoutReached
-from ddtree.server.metrics import Metrics
-from ddtree.server.reports import Reports
-from ddtree.server.rolling import Rolling
-from ddtree.server.ticket import Ticket
+from ddtree.policy import Request as DraftRequest
+from ddtree.server.config import DraftSettings, ServerLimits
+from ddtree.server.handle import (
+    BusyError,
+    ClosingError,
+    DeltaQueue,
+    EngineError,
+    GenerationRequest,
+    RequestHandle,
+    TimeoutReached,
+    TokenDelta,
+)
+from ddtree.server.metrics import RoundBook
 from ddtree.server.tokens import TokenTexts
 
-_UNDECIDED = Request("off", 0, (), 0)
-_FAILING = 3  # broken rounds in a row after which the service is not ready
-_LONGEST_RETRY = 60
+_FAILING = 3  # failed rounds in a row after which the server reports that it is not ready
+_LONGEST_RETRY = 60  # seconds
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One answer to be made: `submit`'s arguments.
+class EngineThread:
+    """Runs the engine in a thread while there is work, and sleeps otherwise.
 
-    Attributes:
-        prompt: token ids.
-        params: how to sample.
-        deliver: called with each event, from the engine's thread; must not block. One that raises is told no more, and
-            its answer is cancelled.
-        drafting: fields of `Drafting` that this answer fixes; the others follow the server's setting, live.
-        text: make text of the tokens; False leaves `Event.text` empty.
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    deliver: Callable[[Event], None]
-    drafting: Mapping[str, Any] | None = None
-    text: bool = True
-
-
-class Service:
-    """Owns a thread that runs the engine while there is work and sleeps otherwise.
-
-    Nothing else may use the model's engine meanwhile. All methods may be called from any thread, and none waits for a
-    round, except `shutdown` and `wait_ready`.
+    All methods may be called from any thread. None waits for a round, except `shutdown` and `wait_ready`.
 
     Args:
-        model: decodes; closing it stays its owner's.
-        name: what the model is called in figures.
-        drafting: how to draft where a request says nothing.
-        limits: how much to take on.
+        model: decodes; its owner closes it.
+        name: the model's name for clients and metrics.
+        drafting: how to draft where a request does not say.
+        limits: how much work to accept.
 
     Attributes:
-        metrics: for Prometheus.
-        texts: of single tokens.
+        book: figures of all rounds.
+        texts: texts of single tokens.
 
     Raises:
         ConfigError: `drafting` names a drafter that is not loaded.
     """
 
     def __init__(
-        self, model: Model, *, name: str, drafting: Drafting | None = None, limits: Limits | None = None
+        self,
+        model: Model,
+        *,
+        name: str,
+        drafting: DraftSettings | None = None,
+        limits: ServerLimits | None = None,
     ) -> None:
         self.model = model
         self.name = name
-        self.limits = limits or Limits()
-        self.metrics = Metrics(name)
-        self._drafting = drafting or Drafting()
-        self._drafting.check_drafter(model.engine.members)
-        self._rolling = Rolling()
+        self.limits = limits or ServerLimits()
         self.texts = TokenTexts(model.tokenizer)
-        self._reports = Reports(self.texts)
-        self._controllers = Controllers(self.metrics.switched)
-        self._wake = threading.Condition()
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._open = 0
-        self._closing = False
-        self._ready, self._over = threading.Event(), threading.Event()
+        self.book = RoundBook(name, self.texts)
+        self._drafting = self._applied = drafting or DraftSettings()
+        self._drafting.check_drafter(self._engine.members)
+        # New answers; None only wakes the thread, to look at what else has changed.
+        self._submitted: SimpleQueue[RequestHandle | None] = SimpleQueue()
+        self._handles: list[RequestHandle] = []
+        self._lock = threading.Lock()
+        self._open = 0  # answers submitted and not ended
+        self._status: Literal["starting", "ready", "closing", "stopped", "failed"] = "starting"
+        self._started = threading.Event()  # "starting" is over
+        self._aborting = False  # answers are no longer waited for
+        self._failures = 0  # failed rounds in a row
         self._error: str | None = None
-        self._broken = 0
-        self._dead = False
-        self._tickets: list[Ticket] = []
         self._seconds = dict(self._engine.clock.seconds)
         self._kv = self._engine.kv_bytes()
-        self._pace = 1.0
+        self._mean_seconds = 1.0  # of an answer
         self._thread = threading.Thread(target=self._run, name="ddtree engine", daemon=True)
-        self._engine.listener = self._listen
+        self._engine.listener = self._record_round
         self._watch_gauges()
 
     @property
-    def drafting(self) -> Drafting:
-        """How answers are drafted for where their requests say nothing."""
+    def drafting(self) -> DraftSettings:
+        """Return how answers are drafted where their requests do not say."""
         return self._drafting
 
-    def set_drafting(self, drafting: Drafting) -> None:
-        """Change that, from the next round on, of running answers too; texts stay the same. Raises ConfigError."""
+    def set_drafting(self, drafting: DraftSettings) -> None:
+        """Change `drafting` from the next round on, for running answers too. Raises ConfigError."""
         drafting.check_drafter(self._engine.members)
         self._drafting = drafting
-        self._post(self._redraft)
+        self._wake()
 
     @property
     def health(self) -> dict[str, Any]:
-        """`live`, `ready`, `status` ("starting", "ready", "failing", "closing", "stopped" or "failed") and `error`, the
-        engine's last one if no round has gone well since."""
-        if self._dead:
-            status = "failed"
-        elif self._over.is_set():
-            status = "stopped"
-        elif self._closing:
-            status = "closing"
-        elif not self._ready.is_set():
-            status = "starting"
-        else:
-            status = "failing" if self._broken >= _FAILING else "ready"
+        """Return `live`, `ready`, `status` and `error`.
+
+        The status is "starting", "ready", "failing", "closing", "stopped" or "failed". The error is the engine's last
+        one, None after a round that succeeded.
+        """
+        failing = self._status == "ready" and self._failures >= _FAILING
+        status = "failing" if failing else self._status
         return {
-            "live": self._thread.is_alive() and not self._dead,
+            "live": self._thread.is_alive() and status != "failed",
             "ready": status == "ready",
             "status": status,
             "error": self._error,
         }
 
     def start(self) -> None:
-        """Start the thread; answers may be submitted, and wait until it has measured what rounds cost here."""
+        """Start the thread. Answers may be submitted at once; they wait until the cost of rounds is measured."""
         self._thread.start()
 
     def wait_ready(self, timeout: float | None = None) -> bool:
-        """Wait until answers are being made; False when that has not come about."""
-        return self._ready.wait(timeout) and self.health["ready"]
+        """Wait until answers are made, up to `timeout` seconds; return whether they are."""
+        return self._started.wait(timeout) and self.health["ready"]
 
     def shutdown(self, grace: float = 30.0) -> None:
-        """Refuse new answers, finish those admitted, and end what is left after `grace` seconds."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        """Refuse new answers, finish those submitted, and end those that still run after `grace` seconds."""
+        with self._lock:
+            if self._status in ("starting", "ready"):
+                self._status = "closing"
         if self._thread.ident is None:
-            self._over.set()
-        elif not self._over.wait(max(0.0, grace)):
-            self._post(lambda: self._end(ClosingError("the server shut down before the answer ended")))
-        if self._thread.ident is not None:
+            self._status = "stopped"
+            return
+        self._wake()
+        self._thread.join(max(0.0, grace))
+        if self._thread.is_alive():
+            self._aborting = True
+            self._wake()
             self._thread.join()
 
     def submit(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        deliver: Callable[[Event], None],
-        drafting: Mapping[str, Any] | None = None,
-        text: bool = True,
-    ) -> Ticket:
-        """Ask for an answer; see `Asked`.
+        self, requests: list[GenerationRequest], queue: DeltaQueue[tuple[int, TokenDelta]]
+    ) -> list[RequestHandle]:
+        """Submit several answers, all or none. Each puts its deltas into `queue`, with its index in `requests`.
 
         Raises:
-            PromptError: the prompt is empty, holds unknown ids, or does not fit.
+            PromptError: a prompt is empty, holds unknown ids, or does not fit.
             ConfigError: a setting is unknown or out of range.
-            BusyError: too many wait already.
+            BusyError: too many answers wait already.
             ClosingError: the server is shutting down, or cannot decode any more.
         """
-        return self.submit_all([Asked(prompt, params, deliver, drafting, text)])[0]
-
-    def submit_all(self, asked: Sequence[Asked]) -> list[Ticket]:
-        """As `submit`, of several answers, which are admitted together or not at all."""
         self._check_open()
-        tickets = [self._ticket(one) for one in asked]
-        with self._wake:
+        handles = [
+            RequestHandle(request, self._sequence(request), queue, index)
+            for index, request in enumerate(requests)
+        ]
+        with self._lock:
             self._check_open()
-            room = self._engine.max_rows + self.limits.max_waiting - self._open
-            if len(tickets) > room:
-                self.metrics.refused("busy")
+            if len(handles) > self._engine.max_rows + self.limits.max_waiting - self._open:
+                self.book.metrics.refused.labels(reason="busy").inc()
                 raise BusyError(
                     f"the queue is full, with {self._open} made or waiting: try again later",
                     self._retry_after(),
                 )
-            self._open += len(tickets)
-            self._inbox.extend([lambda one=one: self._admit(one) for one in tickets])  # type: ignore[misc]
-            self._wake.notify()
-        return tickets
+            self._open += len(handles)
+            for handle in handles:
+                self._submitted.put(handle)
+        return handles
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End an answer; its row is free within a round. Nothing happens to one that has ended."""
-        self._post(lambda: self._cancel(ticket))
-
-    def watch(self, deliver: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-        """Call `deliver` with reports of rounds, some 20 a second at most, from the engine's thread; it must not block.
-
-        Returns what ends that.
-        """
-        return self._reports.watch(deliver)
+    def cancel(self, handle: RequestHandle) -> None:
+        """End an answer; its row is free within a round. An answer that has ended stays as it is."""
+        handle.cancelled = True
+        self._wake()
 
     def state(self) -> dict[str, Any]:
-        """What goes on, as plain JSON values."""
+        """Return what the server is doing, as plain JSON values."""
         engine = self._engine
         used, limit = self._kv
         rows = len(engine.running)
@@ -215,11 +186,11 @@ class Service:
             "max_rows": engine.max_rows,
             "waiting": max(0, self._open - rows),
             "kv": {"used": used, "limit": limit},
-            "rolling": self._rolling.figures(),
-            "controller": self._controllers.groups,
-            "switches": list(self._controllers.switches),
-            "accepted_per_depth": self._rolling.accepted_per_depth(),
-            "tree": self._reports.tree,
+            "rolling": self.book.window_stats(),
+            "controller": self.book.controllers,
+            "switches": list(self.book.switches),
+            "accepted_per_depth": self.book.accepted_per_depth(),
+            "tree": self.book.tree,
         }
 
     @property
@@ -227,79 +198,118 @@ class Service:
         return self.model.engine
 
     def _watch_gauges(self) -> None:
-        gauge = self.metrics.gauge
+        gauge = self.book.metrics.gauge
         gauge("rows_running", "Answers being made.", lambda: len(self._engine.running))
         gauge("rows_max", "Most answers made at once.", lambda: self._engine.max_rows)
         gauge("requests_waiting", "Answers that wait.", lambda: self.state()["waiting"])
         gauge("kv_used_bytes", "Keys and values in use.", lambda: self._kv[0])
         gauge("kv_limit_bytes", "Keys and values that there may be.", lambda: self._kv[1])
 
-    def _post(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            self._inbox.append(command)
-            self._wake.notify()
+    def _wake(self) -> None:
+        self._submitted.put(None)
 
     def _check_open(self) -> None:
-        if self._dead or self._closing:
-            self.metrics.refused("closing")
-            raise ClosingError(
-                f"the server can decode no more ({self._error})"
-                if self._dead
-                else "the server is shutting down"
-            )
+        if self._status not in ("starting", "ready"):
+            self.book.metrics.refused.labels(reason="closing").inc()
+            raise ClosingError(self._death() if self._status == "failed" else "the server is shutting down")
         if self._engine.closed:
-            self.metrics.refused("busy")
+            self.book.metrics.refused.labels(reason="busy").inc()
             raise BusyError("the engine is being made anew: try again", 1)
 
+    def _death(self) -> str:
+        return f"the server can decode no more ({self._error})"
+
     def _retry_after(self) -> int:
-        turns = self._open / self._engine.max_rows
-        return max(1, min(_LONGEST_RETRY, round(self._pace * turns / 2)))
+        waves = self._open / self._engine.max_rows
+        return max(1, min(_LONGEST_RETRY, round(self._mean_seconds * waves / 2)))
 
-    def _ticket(self, asked: Asked) -> Ticket:
-        """Check an answer; the engine is not touched."""
-        self._drafting.merged(asked.drafting)
-        Drafting().merged(asked.drafting).check_drafter(self._engine.members)
-        text = self.model.detokenizer(asked.params) if asked.text else None
-        if asked.params.stop and text is None:
+    def _sequence(self, request: GenerationRequest) -> Sequence:
+        """Check a request and make its sequence; the engine's own state is not touched."""
+        DraftSettings().merged(request.drafting).check_drafter(self._engine.members)
+        text = self.model.detokenizer(request.params) if request.text else None
+        if request.params.stop and text is None:
             raise ConfigError("stop strings need text: use stop_token_ids, or let text be made")
-        sequence = self._engine.sequence(asked.prompt, asked.params, _UNDECIDED, text)
-        return Ticket(sequence, asked.deliver, asked.drafting or {})
+        drafting = self._draft_request(request)
+        return self._engine.sequence(request.prompt, request.params, drafting, text)
 
-    # What follows runs in the engine's thread.
+    def _draft_request(self, request: GenerationRequest) -> DraftRequest:
+        """Return how to draft for a request, by its own fields and the server's present settings."""
+        settings = self._drafting.merged(request.drafting)
+        method, budget = settings.method, settings.budget
+        if self._engine.policy is None:
+            method, budget = unmeasured(method, budget)
+        # A renewed engine may have lost its drafter.
+        named = [name for name in self._engine.members if name == settings.drafter]
+        members = None if settings.drafter is None else tuple(named)
+        sampled = not request.params.greedy
+        return self._engine.request(method, budget, settings.depth, members, sampled=sampled)
+
+    # All methods below run in the engine's thread.
 
     def _run(self) -> None:
         try:
             self.model.prepare()
-            self._ready.set()
-            while self._commanded():
+            with self._lock:
+                if self._status == "starting":
+                    self._status = "ready"
+            self._started.set()
+            while self._receive():
                 if not self._engine.idle:
                     self._step()
-                elif self._tickets:
-                    self._end(EngineError("it lost the answer"))
+                elif self._handles:
+                    self._end_all(EngineError("it lost the answer"))
         except BaseException as error:
             self._die(error)
+        else:
+            self._status = "stopped"
         finally:
-            self._ready.set()
-            self._over.set()
+            self._started.set()
 
-    def _commanded(self) -> bool:
-        """Do what others have asked for, waiting where there is nothing else to do; False when all is over."""
-        with self._wake:
-            while not self._inbox and not self._tickets and not self._closing:
-                self._wake.wait()
-            commands = self._taken()
-        for command in commands:
-            try:
-                command()
-            except Exception as error:
-                self._recover(error)
-        self._end_late()
-        return bool(self._tickets) or not self._closing
+    def _receive(self) -> bool:
+        """Do what other threads asked for, waiting while there is nothing to do; return False when all is over."""
+        try:
+            idle = not self._handles and self._status != "closing"
+            while idle or not self._submitted.empty():
+                handle = self._submitted.get()
+                idle = False
+                if handle is not None:
+                    self._admit(handle)
+            if self._drafting is not self._applied:
+                self._applied = self._drafting
+                for handle in self._handles:
+                    self._apply_drafting(handle)
+            self._end_some()
+        except Exception as error:
+            self._recover(error)
+        return bool(self._handles) or self._status != "closing" or not self._submitted.empty()
 
-    def _taken(self) -> list[Callable[[], None]]:
-        commands = list(self._inbox)
-        self._inbox.clear()
-        return commands
+    def _admit(self, handle: RequestHandle) -> None:
+        self._handles.append(handle)
+        # The settings may have changed since it was submitted, and the cost of rounds may have been measured.
+        self._apply_drafting(handle)
+        self._engine.queue(handle.sequence)
+
+    def _apply_drafting(self, handle: RequestHandle) -> None:
+        sequence = handle.sequence
+        sequence.request = self._draft_request(handle.request)
+        sequence.stats.method = sequence.request.method
+        sequence.stats.drafter = "+".join(sequence.request.members) or "none"
+
+    def _end_some(self) -> None:
+        """End answers that were cancelled, that took too long, or that shutdown no longer waits for."""
+        if self._aborting:
+            self._end_all(ClosingError("the server shut down before the answer ended"))
+        longest, now = self.limits.request_timeout, time.perf_counter()
+        changed = False
+        for handle in self._handles:
+            if handle.cancelled:
+                self.model.cancel(handle.sequence)
+                changed = True
+            elif longest and now - handle.submitted > longest:
+                self._fail(handle, TimeoutReached(f"the answer was not complete after {longest:g} seconds"))
+                changed = True
+        if changed:
+            self._send_deltas()
 
     def _step(self) -> None:
         began = time.perf_counter()
@@ -307,155 +317,102 @@ class Service:
             self.model.step()
         except Exception as error:
             self._recover(error)
-        self._left_queue(began)
+        waiting = set(map(id, self._engine.waiting))
+        for handle in self._handles:
+            if not handle.left_queue and id(handle.sequence) not in waiting:
+                handle.left_queue = True
+                self.book.metrics.queue_time.observe(began - handle.submitted)
         seconds = dict(self._engine.clock.seconds)
-        self.metrics.spent({part: value - self._seconds[part] for part, value in seconds.items()})
+        self.book.metrics.spent({part: value - self._seconds[part] for part, value in seconds.items()})
         self._seconds = seconds
-        self._controllers.look(self._engine.policy, at_once=self._engine.idle)
-        self._tell()
+        self.book.look_at(self._engine.policy, at_once=self._engine.idle)
+        self._send_deltas()
 
     def _recover(self, error: Exception) -> None:
-        """A round broke off and ended all answers in it; go on with an engine that holds nothing."""
+        """End all answers after a round that failed, and go on with an engine that holds nothing."""
         _log.error("a round broke off", exc_info=error)
-        self.metrics.failed()
-        self._broken += 1
-        self._error = " ".join(f"{type(error).__name__}: {error}".split())
+        self.book.metrics.engine_errors.inc()
+        self._failures += 1
+        self._error = _one_line(error)
         failure = error if isinstance(error, DDTreeError) else EngineError(self._error)
         if self._engine.closed:
             self.model.renew()
-            self._engine.listener = self._listen
+            self._engine.listener = self._record_round
             self._seconds = dict(self._engine.clock.seconds)
-        self._end(failure)
+        self._end_all(failure)
 
     def _die(self, error: BaseException) -> None:
-        """The service itself failed: say so, and leave nobody waiting."""
+        """Report that this thread itself failed, and end all answers."""
         _log.critical("the server can decode no more", exc_info=error)
-        with self._wake:
-            self._dead = True
-            self._error = " ".join(f"{type(error).__name__}: {error}".split())
-            commands = self._taken()
-        for command in commands:
-            with suppress(Exception):
-                command()
-        self._end(ClosingError(f"the server can decode no more ({self._error})"))
+        with self._lock:
+            self._status = "failed"
+            self._error = _one_line(error)
+            while not self._submitted.empty():
+                handle = self._submitted.get()
+                if handle is not None:
+                    self._handles.append(handle)
+        self._end_all(ClosingError(self._death()))
 
-    def _admit(self, ticket: Ticket) -> None:
-        self._tickets.append(ticket)
-        if self._dead:
-            return
-        self._apply(ticket)
-        self._engine.queue(ticket.sequence)
-
-    def _apply(self, ticket: Ticket) -> None:
-        """Let the engine draft for an answer as its request and the server's setting say now."""
-        wanted = self._drafting.merged(ticket.drafting)
-        method, budget = self.model.decided(wanted.method, wanted.budget)
-        members = None
-        if wanted.drafter is not None:
-            # An engine that was renewed may have lost its drafter.
-            members = tuple(name for name in self._engine.members if name == wanted.drafter)
-        sequence = ticket.sequence
-        sequence.request = self._engine.request(
-            method, budget, wanted.depth, members, sampled=not sequence.params.greedy
-        )
-        sequence.stats.method = sequence.request.method
-        sequence.stats.drafter = "+".join(sequence.request.members) or "none"
-
-    def _redraft(self) -> None:
-        for ticket in self._tickets:
-            self._apply(ticket)
-
-    def _cancel(self, ticket: Ticket) -> None:
-        self.model.cancel(ticket.sequence)
-        self._tell()
-
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
-        ticket.sequence.error = error
-        # Rows that cannot be freed close the engine, which the next step tells.
+    def _fail(self, handle: RequestHandle, error: Exception) -> None:
+        handle.sequence.error = error
+        # A row that cannot be freed closes the engine, which the next step reports.
         with suppress(Exception):
-            self.model.cancel(ticket.sequence)
+            self.model.cancel(handle.sequence)
 
-    def _end(self, error: Exception) -> None:
-        """End all answers."""
-        for ticket in self._tickets:
-            self._fail(ticket, error)
-        self._tell()
+    def _end_all(self, error: Exception) -> None:
+        for handle in self._handles:
+            self._fail(handle, error)
+        self._send_deltas()
 
-    def _end_late(self) -> None:
-        longest = self.limits.request_timeout
-        if longest:
-            late = time.perf_counter() - longest
-            for ticket in self._tickets:
-                if ticket.submitted < late:
-                    self._fail(
-                        ticket, TimeoutReached(f"the answer was not complete after {longest:g} seconds")
-                    )
-            self._tell()
-
-    def _tell(self) -> None:
-        """Deliver what is new of each answer; forget those that have ended."""
-        # Answers that are cancelled may leave nothing behind that would take a step.
+    def _send_deltas(self) -> None:
+        """Send what is new of each answer, and forget those that have ended."""
         self._kv = self._engine.kv_bytes()
-        ended, failed = 0, False
-        for ticket in list(self._tickets):
-            event = ticket.event()
-            if event is None:
+        ended = []
+        for handle in self._handles:
+            delta = handle.take_new()
+            if delta is None:
                 continue
-            self._measure(ticket, event)
-            if event.last:
-                self._tickets.remove(ticket)
-                ended += 1
+            self._measure(handle, delta)
+            if delta.last:
+                ended.append(handle)
             try:
-                ticket.deliver(event)
+                handle.send(delta)
             except Exception:
                 _log.exception("an answer's reader failed; the answer is cancelled")
-                ticket.deliver = _nobody
-                self.model.cancel(ticket.sequence)
-                failed = True
+                handle.cancelled = True
         if ended:
-            with self._wake:
-                self._open -= ended
-        if failed:
-            self._tell()
+            self._handles = [handle for handle in self._handles if handle not in ended]
+            with self._lock:
+                self._open -= len(ended)
 
-    def _left_queue(self, began: float) -> None:
-        """Note who has left the queue in a step that began then."""
-        waiting = set(map(id, self._engine.waiting))
-        for ticket in self._tickets:
-            if not ticket.joined and id(ticket.sequence) not in waiting:
-                ticket.joined = True
-                self.metrics.queued(began - ticket.submitted)
-
-    def _measure(self, ticket: Ticket, event: Event) -> None:
-        now = time.perf_counter()
-        if event.tokens:
-            if ticket.first is None:
-                ticket.first = now
-                self.metrics.first(now - ticket.submitted)
+    def _measure(self, handle: RequestHandle, delta: TokenDelta) -> None:
+        now, metrics = time.perf_counter(), self.book.metrics
+        if delta.tokens:
+            if handle.first is None:
+                handle.first = now
+                metrics.ttft.observe(now - handle.submitted)
             else:
-                self.metrics.tokens(len(event.tokens), now - ticket.latest)
-            ticket.latest = now
-        if event.last:
-            sequence = ticket.sequence
-            reason = "error" if event.error is not None else str(sequence.finish_reason)
-            seconds, tpot = now - ticket.submitted, ticket.tpot
-            self.metrics.ended(reason, sequence.stats, seconds, tpot)
-            self._pace += (seconds - self._pace) * 0.1
-            if ticket.first is not None and tpot is not None:
-                drafted = any(arm != "off" for arm in sequence.stats.arms)
-                self._rolling.ended(ticket.first - ticket.submitted, tpot, drafted=drafted)
+                metrics.tokens(len(delta.tokens), now - handle.latest)
+            handle.latest = now
+        if delta.last:
+            stats = handle.sequence.stats
+            reason = "error" if delta.error is not None else str(handle.sequence.finish_reason)
+            seconds = now - handle.submitted
+            metrics.ended(reason, stats, seconds, handle.tpot)
+            self._mean_seconds += (seconds - self._mean_seconds) * 0.1
+            if handle.first is not None and handle.tpot is not None:
+                drafted = any(arm != "off" for arm in stats.arms)
+                self.book.answer_ended(handle.first - handle.submitted, handle.tpot, drafted=drafted)
 
-    def _listen(self, done: Round) -> None:
-        if self._broken:
-            self._broken, self._error = 0, None
-        # Within a step, where an error would end every answer.
+    def _record_round(self, done: Round) -> None:
+        if self._failures:
+            self._failures, self._error = 0, None
+        # This runs within a step, where an error would end every answer.
         try:
-            self.metrics.round(done)
-            self._rolling.round(done)
-            self._reports.round(done)
+            self.book.add(done)
         except Exception:
-            _log.exception("a round could not be reported")
+            _log.exception("a round could not be recorded")
 
 
-def _nobody(event: Event) -> None:
-    """Takes the events of an answer whose reader has failed."""
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,7 +1,8 @@
-"""Batches of conversations with anchors, each a pure function of (seed, its number), made ahead in a thread.
+"""Batches of conversations with anchors and their draft blocks. A batch is a pure function of (seed, its number).
 
 Conversations are drawn in the order of a permutation per epoch. Those of a few batches together are sorted by length
 and cut into batches, in random order, so that a batch's conversations are about equally long and padding is small.
+A thread makes batches ahead.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Batch:
         tokens: int64 [C, n], the template's prefix included; cut behind the last block of each conversation.
         lengths: int64 [C], tokens of each.
         anchors: int64 [C, A], ascending; 0 where there are no more.
-        known: int64 [C, A], tokens given after each anchor, mostly 0; -1 where there is no block.
+        prefix_lengths: int64 [C, A], tokens given after each anchor, mostly 0; -1 where there is no block.
         context: positions that any block sees: no anchor lies beyond.
         indices: number of each conversation in the corpus.
         features: bfloat16 [C, n, F + 1, H], where they come from the disk: see `Example`.
@@ -41,17 +42,18 @@ class Batch:
     tokens: Tensor
     lengths: Tensor
     anchors: Tensor
-    known: Tensor
+    prefix_lengths: Tensor
     context: int
     indices: list[int]
     features: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
+        """Copy the tensors to a device."""
         if device.type == "cpu":
             return self
         moved = {
             name: (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
-            for name in ("tokens", "lengths", "anchors", "known", "features")
+            for name in ("tokens", "lengths", "anchors", "prefix_lengths", "features")
             if (value := getattr(self, name)) is not None
         }
         return replace(self, **moved)
@@ -59,16 +61,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Draws:
-    """How batches are drawn.
+    """Settings that batches are drawn by.
 
     Attributes:
-        conversations: of a batch.
-        anchors: of a conversation, at most.
-        block: block size, anchor included.
+        conversations: of a batch, as in 64.
+        anchors: of a conversation, at most, as in 64.
+        block: block size, anchor included, as in 8.
         seed: of the order of conversations, the anchors and the prefixes.
         prefix_share: share of the blocks that begin with more tokens than the anchor.
         prefix_decay: a prefix of l + 1 tokens is drawn so many times as often as one of l.
-        multiple: lengths are padded to a multiple of it, which spares GPU kernels odd shapes.
+        multiple: lengths are padded to a multiple of it, as in 32, which spares GPU kernels odd shapes.
     """
 
     conversations: int
@@ -84,9 +86,9 @@ class Batches:
     """The training batches of a corpus, numbered from 0 without end.
 
     Args:
-        corpus: where conversations come from.
-        draws: how.
-        cached: whether a batch brings the features from the disk.
+        corpus: holds the conversations.
+        draws: settings.
+        cached: True if a batch holds the features stored on disk.
     """
 
     def __init__(self, corpus: Corpus, draws: Draws, cached: bool) -> None:
@@ -100,16 +102,16 @@ class Batches:
         draws = self._draws
         random = _generator(draws.seed, 1, number)
         indices = self._members(number)
-        anchors, known = [], []
+        anchors, prefix_lengths = [], []
         for index in indices:
             start, length = self._corpus.span(index)
             places = random_anchors(start, length, draws.anchors, random)
             anchors.append(places)
-            known.append(prefix_lengths(places, length, draws, random))
-        return collate(self._corpus, indices, anchors, known, draws, self._cached)
+            prefix_lengths.append(random_prefix_lengths(places, length, draws, random))
+        return collate(self._corpus, indices, anchors, prefix_lengths, draws, self._cached)
 
     def ahead(self, numbers: Iterator[int]) -> Generator[Batch, None, None]:
-        """The batches of some numbers, in order, made while earlier ones are in use."""
+        """Give the batches of some numbers, in order, made while earlier ones are in use."""
         with ThreadPoolExecutor(1) as pool:
             waiting: list[Future[Batch]] = []
             for number in numbers:
@@ -120,18 +122,18 @@ class Batches:
                 yield made.result()
 
     def held_out(self, every: int, limit: int) -> Iterator[Batch]:
-        """Held-out conversations, up to `limit` of them, with an anchor at every so many tokens."""
+        """Give batches of held-out conversations, up to `limit` of them, with an anchor at every `every`-th token."""
         corpus, draws = self._corpus, self._draws
         indices = sorted(corpus.held_out[:limit], key=lambda index: corpus.span(index)[1])
         for at in range(0, len(indices), draws.conversations):
             chosen = indices[at : at + draws.conversations]
             anchors = [np.arange(start, length - 1, every) for start, length in map(corpus.span, chosen)]
-            known = [np.zeros_like(places) for places in anchors]
+            prefix_lengths = [np.zeros_like(places) for places in anchors]
             if any(map(len, anchors)):
-                yield collate(corpus, chosen, anchors, known, draws, self._cached)
+                yield collate(corpus, chosen, anchors, prefix_lengths, draws, self._cached)
 
     def _members(self, number: int) -> list[int]:
-        """The batch's conversations."""
+        """Return the indices of a batch's conversations."""
         count, seed = self._draws.conversations, self._draws.seed
         pool, place = divmod(number, _POOL)
         if pool != self._pool[0]:
@@ -143,7 +145,7 @@ class Batches:
         return self._pool[1][at : at + count]
 
     def _at(self, place: int) -> int:
-        """The conversation at a place of the endless sequence of epochs."""
+        """Return the conversation at a place of the endless sequence of epochs."""
         train = self._corpus.train
         epoch, within = divmod(place, len(train))
         if epoch not in self._orders:
@@ -156,11 +158,11 @@ def collate(
     corpus: Corpus,
     indices: list[int],
     anchors: list[NDArray[np.int64]],
-    known: list[NDArray[np.int64]],
+    prefix_lengths: list[NDArray[np.int64]],
     draws: Draws,
     cached: bool,
 ) -> Batch:
-    """A batch on the CPU of conversations with given anchors and prefix lengths."""
+    """Make a batch on the CPU of conversations with given anchors and prefix lengths."""
     most = max(1, *map(len, anchors))
     most = _rounded(most, GROUP) if most > GROUP else most
     lengths = [
@@ -174,7 +176,7 @@ def collate(
     for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
         tokens[row, :length] = corpus.text(index)[:length]
         places[row, : len(anchors[row])] = anchors[row]
-        given[row, : len(known[row])] = known[row]
+        given[row, : len(prefix_lengths[row])] = prefix_lengths[row]
     features = None
     if cached:
         parts = [corpus.features(index, length) for index, length in zip(indices, lengths, strict=True)]
@@ -185,7 +187,7 @@ def collate(
         tokens=torch.from_numpy(tokens),
         lengths=torch.tensor(lengths),
         anchors=torch.from_numpy(places),
-        known=torch.from_numpy(given),
+        prefix_lengths=torch.from_numpy(given),
         context=min(width, _rounded(int(places.max()), draws.multiple)),
         indices=indices,
         features=features,
@@ -193,7 +195,7 @@ def collate(
 
 
 def random_anchors(start: int, length: int, count: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """Up to `count` distinct positions of an answer that begins at `start` in a text of `length` tokens, ascending.
+    """Draw up to `count` distinct positions, ascending, of an answer from `start` on in a text of `length` tokens.
 
     The last token has nothing after it to predict, so it is no anchor.
     """
@@ -201,21 +203,21 @@ def random_anchors(start: int, length: int, count: int, random: np.random.Genera
     return np.sort(random.permutation(available)[:count]) + start
 
 
-def prefix_lengths(
+def random_prefix_lengths(
     anchors: NDArray[np.int64], length: int, draws: Draws, random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Given tokens after each anchor: 0, or l >= 1 with probability proportional to decay^l (D2SD).
+    """Draw the tokens given after each anchor: 0, or l >= 1 with probability proportional to decay^l (D2SD).
 
     A slot that predicts a token of the text always stays: l is at most b - 2, and ends two before the text's end.
     """
-    known = np.zeros_like(anchors)
+    prefix_lengths = np.zeros_like(anchors)
     longest = draws.block - 2
     if draws.prefix_share and longest > 0:
         chances = draws.prefix_decay ** np.arange(1, longest + 1)
         drawn = random.choice(longest, size=len(anchors), p=chances / chances.sum()) + 1
         chosen = random.random(len(anchors)) < draws.prefix_share
-        known[chosen] = np.minimum(drawn, length - 2 - anchors)[chosen]
-    return known
+        prefix_lengths[chosen] = np.minimum(drawn, length - 2 - anchors)[chosen]
+    return prefix_lengths
 
 
 def _rounded(value: int, multiple: int) -> int:
@@ -231,15 +233,15 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A blocks of size b in each of C conversations, whose context is their first S positions.
+    """A draft blocks of size b in each of C conversations, whose context is their first S positions.
 
     Attributes:
         tokens: int64 [C, A * b], each block its anchor token, given tokens if any, and mask tokens.
         positions: int64 [C, A * b].
         labels: int64 [C, A, b - 1], the tokens that follow each anchor; IGNORED where nothing is to be predicted:
             given slots, slots beyond the conversation's end, and blocks that are not there.
-        inside: bool [C, A, b - 1], which of those slots lie within the conversation, of blocks that are there.
-        known: int64 [C, A], given tokens beside the anchor.
+        in_text: bool [C, A, b - 1], which of those slots lie within the conversation, of blocks that are there.
+        prefix_lengths: int64 [C, A], given tokens beside the anchor.
         group: g, blocks that attention runs over together; a divisor of A.
         mask: bool [C * A / g, g * b, S + g * b], which keys each query of a group sees: context, then its slots.
         context: S.
@@ -248,15 +250,15 @@ class Blocks:
     tokens: Tensor
     positions: Tensor
     labels: Tensor
-    inside: Tensor
-    known: Tensor
+    in_text: Tensor
+    prefix_lengths: Tensor
     group: int
     mask: Tensor
     context: int
 
 
 def pack(batch: Batch, block: int, mask_id: int) -> Blocks:
-    """The blocks of a batch, made on its device.
+    """Make the blocks of a batch on its device.
 
     Args:
         batch: conversations and anchors.
@@ -264,19 +266,19 @@ def pack(batch: Batch, block: int, mask_id: int) -> Blocks:
         mask_id: token id of the masked slots.
     """
     tokens, anchors = batch.tokens, batch.anchors
-    there = batch.known >= 0
+    exists = batch.prefix_lengths >= 0
     group = anchors.shape[1] if anchors.shape[1] % GROUP else GROUP
     offsets = torch.arange(block, device=tokens.device)
     positions = anchors[..., None] + offsets
     text = tokens.gather(1, positions.clamp(max=tokens.shape[1] - 1).flatten(1)).view_as(positions)
-    given = offsets <= batch.known.clamp(min=0)[..., None]
-    inside = (positions < batch.lengths[:, None, None]) & there[..., None]
+    given = offsets <= batch.prefix_lengths.clamp(min=0)[..., None]
+    in_text = (positions < batch.lengths[:, None, None]) & exists[..., None]
     return Blocks(
         tokens=torch.where(given, text, mask_id).flatten(1),
         positions=positions.flatten(1),
-        labels=torch.where(inside & ~given, text, IGNORED)[..., 1:],
-        inside=inside[..., 1:],
-        known=batch.known.clamp(min=0),
+        labels=torch.where(in_text & ~given, text, IGNORED)[..., 1:],
+        in_text=in_text[..., 1:],
+        prefix_lengths=batch.prefix_lengths.clamp(min=0),
         group=group,
         mask=packed_mask(anchors.view(-1, group), block, batch.context),
         context=batch.context,
@@ -284,7 +286,7 @@ def pack(batch: Batch, block: int, mask_id: int) -> Blocks:
 
 
 def packed_mask(anchors: Tensor, block: int, context: int) -> Tensor:
-    """Bool [C, A * b, context + A * b] of anchors [C, A]: a query sees the context before its anchor and its block."""
+    """Return a mask [C, A * b, context + A * b]: a query sees the context before its anchor, and its block."""
     of_query = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
     sees_context = torch.arange(context, device=anchors.device) < anchors[:, of_query, None]
     sees_block = (of_query[:, None] == of_query).expand(len(anchors), -1, -1)
@@ -292,7 +294,7 @@ def packed_mask(anchors: Tensor, block: int, context: int) -> Tensor:
 
 
 def block_states(net: DFlashNet, embedding: Tensor, batch: Batch, features: Tensor) -> tuple[Tensor, Blocks]:
-    """States [C, A, b - 1, H], before the final norm, of the slots that predict, and the blocks they belong to.
+    """Compute states [C, A, b - 1, H], before the final norm, of the slots that predict, and the blocks they belong to.
 
     The drafter's weights are float32, on the device of the target's embedding; where that is in half precision, the
     drafter computes in bfloat16.
@@ -316,6 +318,6 @@ def block_states(net: DFlashNet, embedding: Tensor, batch: Batch, features: Tens
 
 
 def autocast(embedding: Tensor) -> torch.autocast:
-    """Mixed precision where the target is in half precision, and none where it is in single."""
+    """Return mixed precision if the target is in half precision, and none if it is in single."""
     low = embedding.dtype != torch.float32
     return torch.autocast(embedding.device.type, torch.bfloat16, enabled=low)

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from ddtree.errors import ConfigError
 from ddtree.model.pretrained import choose_device, load_causal_lm
 from ddtree.model.target import Target
-from ddtree.progress import ProgressLine
-from ddtree.train import export as exporting
-from ddtree.train import steps as jobs
-from ddtree.train import synthesize as synthesizing
-from ddtree.train.data import Corpus
-from ddtree.train.distributed import Group, fsdp_asked, local_device
-from ddtree.train.export import plot
-from ddtree.train.fsdp import alone, shard_target
-from ddtree.train.initial import feature_layers
+from ddtree.train import steps
+from ddtree.train.distributed import Group, local_device, wants_fsdp
+from ddtree.train.options import add_options
+from ddtree.train.synthesize import SynthesisConfig
+from ddtree.train.trainer import TrainConfig
 
-STEPS = ("synthesize", "features", "fit", "heads", "evaluate", "export", "plot")
+_STEPS: dict[str, Callable[..., None]] = {
+    "synthesize": steps.synthesize,
+    "features": steps.features,
+    "fit": steps.fit,
+    "heads": steps.heads,
+    "evaluate": steps.evaluate,
+    "export": steps.export,
+    "plot": steps.plot,
+}
 _WITHOUT_TARGET = {"export", "plot"}
-_TOGETHER = {"fit", "heads"}  # steps that several processes share
+_IN_ALL_PROCESSES = {"fit", "heads"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ddtree train`."""
+    """Add the options of `ddtree train`."""
     parser.add_argument(
-        "step", nargs="?", choices=("all", *STEPS), default="all", help="one step, or all of them"
+        "step", nargs="?", choices=("all", *_STEPS), default="all", help="one step, or all of them"
     )
     parser.add_argument("--target", default="demo", help="checkpoint folder or hub id (default: demo)")
     parser.add_argument("--work", type=Path, default=Path("ddtree-train"), help="folder for data and state")
@@ -39,75 +42,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fsdp",
         action="store_true",
-        help="shard the target, and in `fit` the drafter and its optimizer, over the processes of torchrun or "
+        help="in `fit` and `heads`, shard the target, the drafter and its optimizer over the GPUs of torchrun or "
         "accelerate launch",
     )
-    synthesizing.add_arguments(parser)
-    jobs.add_arguments(parser)
-    jobs.add_head_arguments(parser)
-    jobs.add_figure_arguments(parser)
+    group = parser.add_argument_group("synthesize")
+    add_options(group, SynthesisConfig)
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        help='JSON lines with user turns to answer, {"prompt"}, {"turns"} or {"messages"}: the first turn of each '
+        "(default: the target writes its own)",
+    )
+    group = parser.add_argument_group("fit")
+    add_options(group, TrainConfig)
+    add_options(group, steps.DrafterOptions)
+    group = parser.add_argument_group("heads", "options of `fit` that are not named here hold for both")
+    add_options(group, steps.HeadOptions)
+    add_options(parser.add_argument_group("evaluate"), steps.EvaluationOptions)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the step or steps asked for. Errors a user can cause are `DDTreeError`s."""
-    steps = [args.step]
+    """Run the steps that the options name; return the exit code.
+
+    Raises:
+        DDTreeError: an error that a user can cause.
+    """
+    chosen = [args.step]
     if args.step == "all":
         apart = {"features", "plot"} if args.heads else {"features", "heads", "plot"}
-        steps = [step for step in STEPS if step not in apart]
+        chosen = [step for step in _STEPS if step not in apart]
     device = choose_device(local_device(args.device))
-    sharded = fsdp_asked(args.fsdp, device)
+    sharded = wants_fsdp(args.fsdp, device)
+    if sharded and not set(chosen) <= _IN_ALL_PROCESSES:
+        raise ConfigError(
+            "FSDP trains: run the steps fit and heads with it, each by itself, and others without"
+        )
     loaded = None
-    if not set(steps) <= _WITHOUT_TARGET:
+    if not set(chosen) <= _WITHOUT_TARGET:
         # Before the processes meet: afterwards transformers may let the first of them alone load.
         loaded = load_causal_lm(args.target, "cpu" if sharded else device, args.dtype)
     group = Group.join(device, sharded)
     try:
-        target = _target(*loaded, device, sharded) if loaded else None
-        for step in steps:
-            if step in _TOGETHER:
-                _step(step, args, target, group)
-            else:
-                with alone(group, target) as main:
-                    if main:
-                        _step(step, args, target, group)
+        if loaded and sharded:
+            group.shard_target(loaded[0], device)
+        target = Target(*loaded, graphs=not sharded) if loaded else None
+        for step in chosen:
+            if group.main or step in _IN_ALL_PROCESSES:
+                _STEPS[step](args, target, group)
             group.wait()
     finally:
         group.leave()
     return 0
-
-
-def _target(model: Any, tokenizer: Any, device: torch.device, sharded: bool) -> Target:
-    if sharded:
-        shard_target(model, device)
-    return Target(model, tokenizer, graphs=not sharded)
-
-
-def _step(step: str, args: argparse.Namespace, target: Target | None, group: Group) -> None:
-    if step == "export":
-        out = args.out or args.work / "export"
-        exporting.export(args.work, out)
-        print(f"the drafter is in {out}")
-        return
-    if step == "plot":
-        print(*plot(args.work), sep="\n")
-        return
-    assert target is not None
-    if step == "synthesize":
-        synthesize(args, target)
-    elif step == "features":
-        corpus = Corpus(args.work / "answers")
-        jobs.store_features(corpus, target, feature_layers(target, args.draft_layers))
-    elif step == "fit":
-        jobs.fit(args, target, group)
-    elif step == "heads":
-        jobs.fit_heads(args, target, group)
-    else:
-        jobs.evaluate(args, target)
-
-
-def synthesize(args: argparse.Namespace, target: Target) -> None:
-    synthesizer = synthesizing.synthesizer_of(args, target, args.work / "answers")
-    line = ProgressLine("synthesize", args.tokens, "answer tokens")
-    held = synthesizer.run(line.update)
-    line.close()
-    print(held)

@@ -42,8 +42,8 @@ class CouplingFit:
     after: float
 
 
-class _Traces:
-    """What the drafter thought of the positions that the walk reached, with their noise and the target's choice."""
+class _TraceRecorder:
+    """Gathers, at each position that the walk reached, the drafter's log-probabilities, the noise and the choice."""
 
     def __init__(self, drafter: DFlash | FirstOrder | Domino, temperature: float) -> None:
         self._ids = drafter.backbone.draft_ids
@@ -54,20 +54,20 @@ class _Traces:
         self.noise: list[Tensor] = []
         self.chosen: list[int] = []
 
-    def __call__(self, row: DraftRow, thought: Tensor | View) -> None:
+    def __call__(self, row: DraftRow, drafted: Tensor | View) -> None:
         self._rounds.append(
-            (row, len(row.tokens), thought.clone() if isinstance(thought, Tensor) else thought)
+            (row, len(row.tokens), drafted.clone() if isinstance(drafted, Tensor) else drafted)
         )
 
     def close(self, tokens: list[int]) -> None:
-        """Take over the rounds of a sequence that has ended with `tokens`."""
+        """Add the rounds of a sequence that has ended with `tokens`."""
         ends = [start for _, start, _ in self._rounds[1:]] + [len(tokens)]
-        for (row, start, thought), end in zip(self._rounds, ends, strict=True):
+        for (row, start, drafted), end in zip(self._rounds, ends, strict=True):
             assert row.noise is not None
-            if isinstance(thought, Tensor):
-                logprobs = thought
+            if isinstance(drafted, Tensor):
+                logprobs = drafted
             elif before := tokens[start - 1 : min(end - 1, start - 1 + row.depth)]:
-                logprobs = thought(torch.tensor(before, device=self._device))
+                logprobs = drafted(torch.tensor(before, device=self._device))
             else:
                 continue
             for depth in range(min(end - start, len(logprobs))):
@@ -80,7 +80,7 @@ class _Traces:
         self._rounds.clear()
 
     def _index(self, token: int) -> int | None:
-        """Where the draft vocabulary holds a token, if it does."""
+        """Return a token's place in the draft vocabulary; None if it is outside."""
         if self._ids is None:
             return token
         found = (self._ids == token).nonzero()
@@ -96,14 +96,14 @@ def fit_coupling(
     max_tokens: int = 64,
     budget: int = 16,
 ) -> CouplingFit:
-    """Decode `prompts` at a temperature above 0 and fit (beta, kappa) to what happened; sets `drafter.coupling`.
+    """Decode `prompts` at a temperature above 0 and fit (beta, kappa) to the choices made; set `drafter.coupling`.
 
     Raises:
         ConfigError: the temperature is 0, or no chosen token was in the draft vocabulary.
     """
     if temperature < GREEDY_BELOW:
         raise ConfigError(f"temperature={temperature} has no noise to couple to: give one above 0")
-    traces = _Traces(drafter, temperature)
+    traces = _TraceRecorder(drafter, temperature)
     drafter.coupling = PLAIN
     drafter.trace = traces
     engine = Engine(target, drafter, max_rows=1)
@@ -122,7 +122,7 @@ def fit_coupling(
 
 
 def fit_traces(logq: Tensor, noise: Tensor, chosen: Tensor) -> CouplingFit:
-    """Maximum-likelihood (beta, kappa) of log-probabilities [N, V], noise (times T) [N, V] and choices [N]."""
+    """Find the maximum-likelihood (beta, kappa) of log-probabilities [N, V], noise (times T) [N, V] and choices [N]."""
     # Inference tensors cannot be differentiated through.
     logq, noise, chosen = logq.clone(), noise.clone(), chosen.to(logq.device)
     raw = torch.tensor([-2.0, 0.0], requires_grad=True, device=logq.device)

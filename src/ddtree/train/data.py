@@ -3,11 +3,11 @@
 A corpus is a folder of numbered shards `shard00000.npz`, each written whole or not at all. A shard holds a few
 conversations one behind the other, without the template tokens that all of them begin with:
 
-    tokens        uint16 or uint32 [n]; per conversation: user turn, rest of the template, answer
+    tokens        uint16 or uint32 [n]; per conversation: user message, rest of the template, answer
     lengths       int32 [c]; tokens of each conversation
     answer_start  int32 [c]; offset of the answer's first token within its conversation
     greedy        uint8 [c]; 1 when the answer was decoded greedily, 0 when sampled at temperature 1
-    prefix        template tokens before the user turn
+    prefix        template tokens before the user message
 
 Beside it lies a cache that can be deleted and made again from the target: `feats00000.npy` with, for each token, the
 outputs of the feature layers and, last, what enters the target's head; int16 [n, F + 1, H], the bits of bfloat16.
@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,25 +29,21 @@ from torch import Tensor
 
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
-from ddtree.train.features import Teacher
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A file to write in place of `path`, which it becomes in one step: after a kill that is the old one or the new."""
-    partial = path.with_name(f"{path.name}.partial")
-    yield partial
-    os.replace(partial, path)
-
+from ddtree.storage import atomic_write
+from ddtree.train.features import load_features, save_features, teacher_pass
 
 _NOTE = "features.json"
-_PASS_TOKENS = {"cpu": 1024}  # of one teacher pass, padding included: on a CPU what stays in its caches
-_MANY_PASS_TOKENS = 8192
 
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """One conversation: `tokens` (after the prefix), where the answer starts in it, and how it was decoded."""
+    """A user message and its answer.
+
+    Attributes:
+        tokens: user message, rest of the template, answer; without the prefix that all conversations share.
+        answer_start: index of the answer's first token.
+        greedy: True if the answer was decoded greedily, False if it was sampled at temperature 1.
+    """
 
     tokens: NDArray[np.integer]
     answer_start: int
@@ -57,7 +51,14 @@ class Conversation:
 
     @property
     def answer(self) -> list[int]:
+        """The answer's token ids."""
         return self.tokens[self.answer_start :].tolist()
+
+    @property
+    def key(self) -> bytes:
+        """Eight bytes that tell the user message from others, the same in every process and on every machine."""
+        message = self.tokens[: self.answer_start].astype(np.uint32).tobytes()
+        return hashlib.blake2b(message, digest_size=8).digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,15 +80,17 @@ class Example:
 
 
 def shard_path(folder: Path, index: int) -> Path:
+    """Return the path of a shard."""
     return folder / f"shard{index:05d}.npz"
 
 
 def features_path(folder: Path, index: int) -> Path:
+    """Return the path of the features of a shard."""
     return folder / f"feats{index:05d}.npy"
 
 
 def shard_indices(folder: Path) -> list[int]:
-    """Numbers of the finished shards in a folder, ascending."""
+    """Return the numbers of the finished shards in a folder, ascending."""
     return sorted(int(path.stem.removeprefix("shard")) for path in folder.glob("shard[0-9]*.npz"))
 
 
@@ -102,12 +105,12 @@ def write_shard(path: Path, prefix: list[int], conversations: list[Conversation]
         "greedy": np.array([c.greedy for c in conversations], np.uint8),
         "prefix": np.array(prefix, dtype),
     }
-    with written_whole(path) as partial, partial.open("wb") as file:
+    with atomic_write(path) as partial, partial.open("wb") as file:
         np.savez(file, **arrays)
 
 
 def read_shard(path: Path) -> tuple[list[int], list[Conversation]]:
-    """The prefix and conversations of a shard, or of any `.npz` with the same arrays.
+    """Read the prefix and conversations of a shard, or of any `.npz` with the same arrays.
 
     Raises:
         CheckpointError: the file is missing or is no shard.
@@ -132,8 +135,19 @@ def read_shard(path: Path) -> tuple[list[int], list[Conversation]]:
 class Corpus:
     """The shards of a folder, their features, and a split into training and held-out conversations.
 
-    A conversation whose user turn came up before (in an earlier shard) is left out. The split depends on a
-    conversation's user turn alone, so it stays the same while shards are added (but one is always held out).
+    A conversation whose user message came up before (in an earlier shard) is left out. The split depends on the user
+    message alone, so it stays the same while shards are added; one conversation is always held out.
+
+    Args:
+        folder: holds the shards.
+        held_out: share of the conversations that are not trained on, as in 0.02; 0 for none.
+
+    Attributes:
+        folder: as given.
+        prefix: template tokens that all conversations begin with.
+        conversations: all of them.
+        train: indices of those to train on.
+        held_out: indices of the others.
 
     Raises:
         CheckpointError: the folder has no finished shard.
@@ -153,9 +167,8 @@ class Corpus:
             self.prefix, conversations = read_shard(shard_path(folder, index))
             offset = 0
             for conversation in conversations:
-                turn = conversation.tokens[: conversation.answer_start].astype(np.uint32).tobytes()
-                if turn not in fractions:
-                    fractions[turn] = _fraction(turn)
+                if (key := conversation.key) not in fractions:
+                    fractions[key] = int.from_bytes(key, "big") / 2**64
                     self.conversations.append(conversation)
                     self._where.append((index, offset))
                 offset += len(conversation.tokens)
@@ -167,31 +180,32 @@ class Corpus:
 
     @property
     def answer_tokens(self) -> int:
+        """Number of tokens of all answers."""
         return sum(len(c.tokens) - c.answer_start for c in self.conversations)
 
     def answers(self, indices: list[int] | None = None) -> Iterator[list[int]]:
-        """Answers as token ids; of the training split by default."""
+        """Iterate over answers as token ids, those of the training split by default."""
         for index in self.train if indices is None else indices:
             yield self.conversations[index].answer
 
     def span(self, index: int) -> tuple[int, int]:
-        """Where a conversation's answer starts, and its length, the template's prefix included."""
+        """Return the answer's first position and the length of a conversation, the template's prefix included."""
         conversation, before = self.conversations[index], len(self.prefix)
         return before + conversation.answer_start, before + len(conversation.tokens)
 
     def text(self, index: int) -> NDArray[np.int64]:
-        """A conversation's tokens, the template's prefix included."""
+        """Return a conversation's tokens, the template's prefix included."""
         return np.concatenate([self.prefix, self.conversations[index].tokens]).astype(np.int64)
 
     def counts(self, vocab_size: int, answers: bool = False) -> NDArray[np.int64]:
-        """How often each token occurs: in all conversations, or in the answers of the training split."""
+        """Count each token, int64 [vocab_size]: in all conversations, or in the answers of the training split."""
         parts = [c.tokens for c in self.conversations]
         if answers:
             parts = [c.tokens[c.answer_start :] for c in (self.conversations[i] for i in self.train)]
         return np.bincount(np.concatenate(parts), minlength=vocab_size)
 
     def prepared(self, target: Target, layers: tuple[int, ...]) -> bool:
-        """Whether the features of all shards lie beside them, made for these layers."""
+        """Return whether the features of all shards lie beside them, made for these layers."""
         paths = [features_path(self.folder, index) for index in shard_indices(self.folder)]
         paths.append(self.folder / "prefix_feats.npy")
         return self._noted() == _note(target, layers) and all(path.exists() for path in paths)
@@ -199,7 +213,7 @@ class Corpus:
     def prepare(
         self, target: Target, layers: tuple[int, ...], report: Callable[[int], None] | None = None
     ) -> None:
-        """Make the features that are not there yet, or that were made for other layers.
+        """Store the features that are missing, or that were made for other layers.
 
         `report` is called with the number of shards that have theirs.
         """
@@ -224,7 +238,7 @@ class Corpus:
             report(len(shard_indices(self.folder)))
 
     def features(self, index: int, length: int | None = None) -> Tensor:
-        """The features [length, F + 1, H] of a conversation's first tokens, prefix included; `prepare` comes first."""
+        """Read the features [length, F + 1, H] of a conversation's first tokens, prefix included, after `prepare`."""
         shard, offset = self._where[index]
         if shard not in self._maps:
             self._maps[shard] = np.load(features_path(self.folder, shard), mmap_mode="r")
@@ -237,11 +251,11 @@ class Corpus:
         return torch.cat([self._prefix_features, load_features(part)])[:length]
 
     def example(self, index: int) -> Example:
-        """A conversation with its features, the template's prefix in front; `prepare` comes first."""
+        """Read a conversation with its features, the template's prefix in front, after `prepare`."""
         return make_example(self.prefix, self.conversations[index], self.features(index))
 
     def examples(self, indices: list[int], target: Target, layers: tuple[int, ...]) -> list[Example]:
-        """Conversations with their features, from the disk if they all are there, and else computed."""
+        """Return conversations with their features, read from disk if all are stored, else computed."""
         if self.prepared(target, layers):
             return [self.example(index) for index in indices]
         found = teacher_pass(target, [self.text(index).tolist() for index in indices], layers)
@@ -254,43 +268,17 @@ class Corpus:
 
 
 def make_example(prefix: list[int], conversation: Conversation, features: Tensor) -> Example:
-    """`features` [n, F + 1, H] of prefix and conversation, the last along F + 1 being what enters the head."""
+    """Join a conversation and the features [n, F + 1, H] of prefix and conversation, as `teacher_pass` makes them."""
     tokens = torch.tensor(prefix + [int(t) for t in conversation.tokens])
     start = len(prefix) + conversation.answer_start
     return Example(tokens, start, conversation.greedy, features[:, :-1], features[:, -1])
 
 
-def teacher_pass(target: Target, texts: list[list[int]], layers: tuple[int, ...]) -> list[Tensor]:
-    """The target's features of whole texts: per text, bfloat16 [n, F + 1, H] on the CPU (see `Example`)."""
-    found: list[Tensor] = [torch.empty(0)] * len(texts)
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    teacher = Teacher(target, layers)
-    most = _PASS_TOKENS.get(target.device.type, _MANY_PASS_TOKENS)
-    while order:
-        width = len(texts[order[-1]])
-        batch = [order.pop() for _ in range(min(len(order), max(1, most // width)))]
-        padded = torch.zeros((len(batch), width), dtype=torch.int64)
-        for row, i in enumerate(batch):
-            padded[row, : len(texts[i])] = torch.tensor(texts[i])
-        features = teacher(padded.to(target.device)).to("cpu", torch.bfloat16)
-        for row, i in enumerate(batch):
-            # A copy, so that the pass's padding does not live as long as the text.
-            found[i] = features[row, : len(texts[i])].clone()
-    return found
-
-
-def save_features(path: Path, features: Tensor) -> None:
-    """Write features [n, F + 1, H] in one step."""
-    with written_whole(path) as partial, partial.open("wb") as file:
-        np.save(file, features.to(torch.bfloat16).contiguous().view(torch.int16).numpy())
-
-
-def load_features(bits: NDArray[np.int16]) -> Tensor:
-    return torch.from_numpy(bits).view(torch.bfloat16)
-
-
 def draft_vocabulary(corpus: Corpus, size: int, always: frozenset[int]) -> Tensor:
-    """The `size` most frequent answer tokens (those of `always` among them): int64, ascending; ties to the lower id.
+    """Choose the `size` most frequent answer tokens, as in 8192, those of `always` included.
+
+    Returns:
+        int64 [size] or fewer, ascending; of equally frequent tokens the lower id is taken.
 
     Raises:
         ConfigError: fewer than two tokens are asked for.
@@ -307,7 +295,3 @@ def draft_vocabulary(corpus: Corpus, size: int, always: frozenset[int]) -> Tenso
 
 def _note(target: Target, layers: tuple[int, ...]) -> dict[str, Any]:
     return {"layers": list(layers), "hidden_size": target.hidden_size}
-
-
-def _fraction(key: bytes) -> float:
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64

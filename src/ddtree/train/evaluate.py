@@ -10,20 +10,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from ddtree.drafters import Drafter, DraftRow
+from ddtree.drafters.dflash.checkpoint import read
+from ddtree.drafters.dflash.d2sd import D2SD
+from ddtree.drafters.dflash.drafter import backbone_of
+from ddtree.drafters.dflash.heads import KINDS
+from ddtree.drafters.loading import NGRAMS as TABLE_PART
+from ddtree.drafters.loading import load_drafter
+from ddtree.drafters.merged import Merged
 from ddtree.model.kv_cache import drop_row
+from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
 from ddtree.train.data import Example
+from ddtree.train.export import DRAFTER, NGRAMS, DrafterScore
 from ddtree.tree import MAX_DEPTH, following, walk
+
+_ROWS, _CPU_ROWS = 64, 16
 
 
 @dataclass
 class Acceptance:
-    """Figures of a replay.
+    """Counts of a replay.
 
     Attributes:
         rounds: of all answers.
@@ -71,8 +83,9 @@ def replay(
     Args:
         drafter: empty (no rows).
         examples: conversations; those with an answer of one token give no round.
-        budget: nodes besides the root; for a chain, its depth.
-        chain: single paths instead of trees.
+        budget: nodes besides the root, as in 16; for a chain, its depth.
+        chain: draft single paths instead of trees.
+        rows: most answers side by side, as in 16.
         dtype: of the features handed to the drafter: the target's.
         noise: the noise that an answer was sampled with, for coupled drafting; None drafts uncoupled.
         temperature: at which the answers were sampled; read with `noise` only.
@@ -126,6 +139,56 @@ def replay(
 
 
 def show(drafter: Drafter, row: int, example: Example, part: slice, dtype: torch.dtype) -> None:
-    """Show a drafter's row that part of an answer, with the features that it reads, as `dtype`."""
+    """Let a row of a drafter observe part of an answer, with the features that it reads, as `dtype`."""
     features = example.features[part].flatten(1).to(dtype) if drafter.feature_layers else None
     drafter.observe(row, example.tokens[part].tolist(), features)
+
+
+def load_drafters(work: Path, target: Target, second_pass: bool = False) -> dict[str, Drafter]:
+    """Load the drafters of a work folder, by name; none has rows.
+
+    Args:
+        work: the folder.
+        target: to draft for.
+        second_pass: the network was trained with given prefixes, so that D2SD can draft with it.
+    """
+    heads = [kind for kind in KINDS if (work / kind / "config.json").exists()]
+    found = {name: _load(work / name, target) for name in (DRAFTER, *heads)}
+    if second_pass:
+        checkpoint = read(work / DRAFTER)
+        found["d2sd"] = D2SD(backbone_of(checkpoint, target), coupling=checkpoint.layout.coupling)
+    if (work / NGRAMS).exists():
+        found["n-grams"] = _load(work / TABLE_PART, target)
+        found[f"{DRAFTER} + n-grams"] = Merged([found[DRAFTER], found["n-grams"]])
+    return found
+
+
+def _load(path: Path, target: Target) -> Drafter:
+    drafter = load_drafter(path, target)
+    assert drafter is not None
+    return drafter
+
+
+def score_drafters(
+    name: str, examples: list[Example], drafters: dict[str, Drafter], budgets: list[int], target: Target
+) -> list[DrafterScore]:
+    """Measure tokens per round of each drafter as a chain and at each budget, and print each as it comes.
+
+    Args:
+        name: of the set of answers, as in "held-out".
+        examples: the answers, all greedy or all sampled.
+        drafters: by name.
+        budgets: as in [8, 16, 32].
+        target: that gave the answers.
+    """
+    scores = []
+    rows = _CPU_ROWS if target.device.type == "cpu" else _ROWS
+    for label, drafter in drafters.items():
+        chain = replay(drafter, examples, drafter.max_depth, chain=True, rows=rows, dtype=target.dtype)
+        tau = {"chain": chain.tau}
+        for budget in budgets:
+            tau[f"B={budget}"] = replay(drafter, examples, budget, rows=rows, dtype=target.dtype).tau
+        scores.append(DrafterScore(name, len(examples), label, 0 if examples[0].greedy else 1, tau))
+        cells = ", ".join(f"{key} {value:.2f}" for key, value in tau.items())
+        print(f"{name}, T={scores[-1].temperature}, {label}: {cells}", flush=True)
+    return scores

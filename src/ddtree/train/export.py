@@ -1,24 +1,27 @@
-"""The finished drafter: a checkpoint in z-lab's layout, its n-gram table, and a card that says how it was made."""
+"""The finished drafter: a checkpoint in z-lab's layout, an n-gram table, a model card, pictures of the training."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import platform
 import shutil
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
 
 from ddtree.drafters.dflash.heads import KINDS
 from ddtree.errors import CheckpointError, ConfigError
-from ddtree.train.data import written_whole
+from ddtree.policy.machine import device_name
+from ddtree.storage import atomic_write
 from ddtree.train.trainer import LOG, read_log
 
 DRAFTER = "dflash"
+FIT = "fit"
 HEADS = "heads"
 NGRAMS = "ngrams.safetensors"
 SUMMARY = "summary.json"
@@ -26,8 +29,16 @@ EVALUATION = "evaluation.json"
 
 
 @dataclass(frozen=True)
-class Figure:
-    """Acceptance of one drafter along `count` answers of one set and temperature: tokens per round by budget."""
+class DrafterScore:
+    """Acceptance of a drafter along answers of one set and temperature.
+
+    Attributes:
+        answers: name of the set, as in "held-out".
+        count: number of answers.
+        drafter: its name.
+        temperature: 0 or 1.
+        tau: tokens per round, by budget, as in {"chain": 1.6, "B=8": 2.0}.
+    """
 
     answers: str
     count: int
@@ -37,26 +48,28 @@ class Figure:
 
 
 def machine(device: torch.device) -> str:
-    """What a device is, in words."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as lines:
-            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{name}, {os.cpu_count()} cores"
+    """Describe a device: name of the GPU, or name and number of cores of the CPU."""
+    name = device_name(device)
+    return name if device.type == "cuda" else f"{name}, {os.cpu_count()} cores"
+
+
+def parameters(network: torch.nn.Module) -> int:
+    """Count the parameters of a network."""
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write in one step."""
-    with written_whole(path) as partial:
+    """Write JSON in one step."""
+    with atomic_write(path) as partial:
         partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path, step: str) -> Any:
-    """Raises CheckpointError, naming the step that writes it, when the file is not there."""
+    """Read the JSON that a step of `ddtree train` has written.
+
+    Raises:
+        CheckpointError: the file is missing or damaged; names the step.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -64,116 +77,94 @@ def read_json(path: Path, step: str) -> Any:
 
 
 def export(work: Path, out: Path) -> None:
-    """Copy the fitted drafter and its table from a work folder to `out`, with a card beside the checkpoint.
+    """Copy the trained drafter, its heads and its table from a work folder to `out`, with a model card.
 
     Raises:
         CheckpointError: the work folder lacks a step's results.
     """
     summary = read_json(work / SUMMARY, "fit")
-    figures = [Figure(**figure) for figure in read_json(work / EVALUATION, "evaluate")]
+    scores = [DrafterScore(**score) for score in read_json(work / EVALUATION, "evaluate")]
     for name in (f"{DRAFTER}/config.json", f"{DRAFTER}/model.safetensors"):
         if not (work / name).exists():
             raise CheckpointError(f"{work / name} is missing; run `ddtree train fit` first")
     out.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(work / DRAFTER, out / DRAFTER, dirs_exist_ok=True)
-    for kind in KINDS:
+    for kind in (DRAFTER, *KINDS):
         if (work / kind / "config.json").exists():
             shutil.copytree(work / kind, out / kind, dirs_exist_ok=True)
     if (work / NGRAMS).exists():
         shutil.copyfile(work / NGRAMS, out / NGRAMS)
     path = work / HEADS / SUMMARY
     heads = read_json(path, "heads") if path.exists() else None
-    (out / DRAFTER / "README.md").write_text(card(summary, figures, heads), encoding="utf-8")
+    (out / DRAFTER / "README.md").write_text(card(summary, scores, heads), encoding="utf-8")
 
 
-def card(summary: dict[str, Any], figures: list[Figure], heads: dict[str, Any] | None = None) -> str:
-    """The model card, in Markdown; `heads` is the summary of the step of that name, if it was run."""
-    data, recipe = summary["data"], summary["recipe"]
-    lines = [
-        "---",
-        "license: apache-2.0",
-        "tags: [speculative-decoding, dflash, ddtree]",
-        "---",
-        "",
-        f"# DFlash drafter for {summary['target']}",
-        "",
-        f"A block-diffusion drafter ({summary['parameters'] / 1e6:.1f} M parameters, z-lab's layout) and an n-gram "
-        "table, made by `ddtree train`. They propose; the target decides, so its output does not change.",
-        "",
-        "## Data",
-        "",
-        f"{data['conversations']:,} conversations, {data['answer_tokens']:,} tokens of answers by the target; "
-        f"{_turns(data)}. {data['greedy_share']:.0%} of the answers are greedy, the others at temperature 1, up to "
-        f"{data['max_answer']} tokens, loops cut. {data['held_out']:,} conversations were held out. Nothing else was "
-        "used.",
-        "",
-        "## Recipe",
-        "",
-        "Target, its embedding and its head frozen; layers started from the target's last ones. Random anchors, blocks "
-        "packed behind their context, cross-entropy with weights exp(-(k - 1) / gamma), AdamW.",
-        "",
-        "| setting | value |",
-        "| --- | --- |",
-        *(f"| {name.replace('_', ' ')} | {value} |" for name, value in recipe.items()),
-        f"| machine | {summary['machine']} |",
-        f"| time of the fit | {summary['seconds'] / 60:.0f} min |",
-        "",
-        *([*summary["notes"], ""] if summary.get("notes") else []),
-        *_heads(heads),
-        "## Acceptance",
-        "",
-        "Tokens per round (accepted drafted tokens + 1), replayed along n answers not used in training, whose user "
-        "turns the target wrote too; other prompts differ. Drafts at T = 1 were made without noise coupling.",
-        "",
-    ]
-    columns = list(dict.fromkeys(name for figure in figures for name in figure.tau))
-    lines.append("| answers | n | T | drafter | " + " | ".join(columns) + " |")
-    lines.append("| --- " * (4 + len(columns)) + "|")
-    for figure in figures:
-        cells = [f"{figure.tau[name]:.2f}" if name in figure.tau else "" for name in columns]
-        lines.append(
-            f"| {figure.answers} | {figure.count} | {figure.temperature} | {figure.drafter} | "
-            + " | ".join(cells)
-            + " |"
-        )
-    return "\n".join(lines) + "\n"
+def card(summary: dict[str, Any], scores: list[DrafterScore], heads: dict[str, Any] | None = None) -> str:
+    """Fill in the model card.
+
+    Args:
+        summary: what `fit` has written.
+        scores: what `evaluate` has measured.
+        heads: what `heads` has written, if it was run.
+    """
+    data = summary["data"]
+    template = files("ddtree").joinpath("assets/model_card.md").read_text(encoding="utf-8")
+    return Template(template).substitute(
+        target=summary["target"],
+        parameters=f"{summary['parameters'] / 1e6:.1f}",
+        conversations=f"{data['conversations']:,}",
+        answer_tokens=f"{data['answer_tokens']:,}",
+        user_turns=_user_turns(data),
+        greedy_share=f"{data['greedy_share']:.0%}",
+        max_answer=data["max_answer"],
+        held_out=f"{data['held_out']:,}",
+        recipe="\n".join(_row(name.replace("_", " "), value) for name, value in summary["recipe"].items()),
+        machine=summary["machine"],
+        minutes=f"{summary['seconds'] / 60:.0f}",
+        notes="".join(f"{line}\n" for line in [*summary.get("notes", []), ""])
+        if summary.get("notes")
+        else "",
+        heads=_heads_section(heads) if heads else "",
+        acceptance=_acceptance_table(scores),
+    )
 
 
-def _turns(data: dict[str, Any]) -> str:
+def _row(*cells: Any) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _user_turns(data: dict[str, Any]) -> str:
     if data.get("turns_given"):
         return "user turns from a file"
     top_p = f", top-p {data['turn_top_p']}" if data.get("turn_top_p") else ""
     return f"user turns sampled from the chat template at temperature 1{top_p}"
 
 
-def _heads(summary: dict[str, Any] | None) -> list[str]:
-    """The card's section on the heads beside the drafter."""
-    if not summary:
-        return []
+def _heads_section(summary: dict[str, Any]) -> str:
     lines = [
         "## Heads",
         "",
         f"Trained together on the frozen drafter, in {summary['seconds'] / 60:.0f} min.",
         "",
-        "| head | parameters | loss | held-out tokens a round, chain |",
-        "| --- | --- | --- | --- |",
+        _row("head", "parameters", "loss", "held-out tokens a round, chain"),
+        _row(*["---"] * 4),
     ]
     for kind, head in summary["heads"].items():
-        lines.append(
-            f"| {kind} | {head['parameters'] / 1e6:.1f} M | {head['loss']} | {head['held_out_chain']:.2f} |"
-        )
-    return [*lines, ""]
+        size, tau = f"{head['parameters'] / 1e6:.1f} M", f"{head['held_out_chain']:.2f}"
+        lines.append(_row(kind, size, head["loss"], tau))
+    return "\n".join(lines) + "\n\n"
 
 
-def parameters(network: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
-FIT = "fit"
+def _acceptance_table(scores: list[DrafterScore]) -> str:
+    columns = list(dict.fromkeys(name for score in scores for name in score.tau))
+    lines = [_row("answers", "n", "T", "drafter", *columns), _row(*["---"] * (4 + len(columns)))]
+    for score in scores:
+        cells = [f"{score.tau[name]:.2f}" if name in score.tau else "" for name in columns]
+        lines.append(_row(score.answers, score.count, score.temperature, score.drafter, *cells))
+    return "\n".join(lines)
 
 
 def plot(work: Path) -> list[Path]:
-    """Draw training loss, held-out loss and tokens per round over the minutes; returns the files.
+    """Draw training loss, held-out loss and tokens per round over the minutes; return the files.
 
     Raises:
         ConfigError: matplotlib is missing.
@@ -190,17 +181,18 @@ def plot(work: Path) -> list[Path]:
 def _draw(lines: list[dict[str, Any]], path: Path) -> Path:
     from matplotlib.figure import Figure
 
+    labels = {"loss": "training", "held_out": "held out", "tau": "chain"}
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name in dict.fromkeys(name for line in lines for name in line):
         measured, _, module = name.partition(".")
-        if measured in ("loss", "held_out", "tau"):
-            axes = right if measured == "tau" else left
-            label = {"loss": "training", "held_out": "held out", "tau": "chain"}[measured]
-            points = [(line["seconds"] / 60, line[name]) for line in lines if name in line]
-            axes.plot(
-                *zip(*points, strict=True), label=f"{label} {module}".strip(), marker="." * (len(points) < 2)
-            )
+        if measured not in labels:
+            continue
+        axes = right if measured == "tau" else left
+        minutes = [line["seconds"] / 60 for line in lines if name in line]
+        values = [line[name] for line in lines if name in line]
+        marker = "." if len(values) < 2 else ""
+        axes.plot(minutes, values, label=f"{labels[measured]} {module}".strip(), marker=marker)
     left.set_ylabel("loss")
     right.set_ylabel("tokens a round, held out")
     for axes in (left, right):

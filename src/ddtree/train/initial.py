@@ -1,4 +1,4 @@
-"""Where a drafter starts: as the target's own last layers, on the output of the layer before them."""
+"""The first weights of a drafter: the target's own last layers, on the output of the layer before them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.train.data import Corpus, Example
-from ddtree.train.fsdp import whole
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def feature_layers(target: Target, draft_layers: int) -> tuple[int, ...]:
-    """Early, middle and the layer before the last `draft_layers`: the last one feeds layers copied from the target.
+    """Choose an early layer, a middle one and the one before the last `draft_layers`.
+
+    The last of them feeds layers copied from the target.
 
     Raises:
         ConfigError: the target has too few layers.
@@ -32,7 +34,7 @@ def feature_layers(target: Target, draft_layers: int) -> tuple[int, ...]:
 
 
 def mask_token(target: Target, corpus: Corpus) -> int:
-    """The token whose embedding fills masked slots: an unused special one, else the one that occurs least.
+    """Choose the token whose embedding fills masked slots: an unused special one, else the one that occurs least.
 
     It may occur in texts, since drafts are told from masks by their place; it only must not end a text.
     """
@@ -47,7 +49,7 @@ def mask_token(target: Target, corpus: Corpus) -> int:
 def draft_config(
     target: Target, layers: tuple[int, ...], draft_layers: int, block: int, mask_id: int
 ) -> DFlashConfig:
-    """The shape of a drafter with the target's own widths."""
+    """Return the shape of a drafter with the target's own widths, as in 2 layers and blocks of 8."""
     config = target.config
     heads = config.num_attention_heads
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -71,7 +73,7 @@ def draft_config(
 
 @torch.no_grad()
 def initial_net(target: Target, config: DFlashConfig, example: Example, seed: int = 0) -> DFlashNet:
-    """A float32 drafter on the CPU that begins as a shortened target.
+    """Make a float32 drafter on the CPU that begins as a shortened target.
 
     Layers are copied where the target has parameters of the same names and shapes (Llama, Mistral, Qwen, ...), and
     random elsewhere. The drafter normalizes queries and keys, which most targets do not: those norms start with the
@@ -103,9 +105,11 @@ def initial_net(target: Target, config: DFlashConfig, example: Example, seed: in
 
 
 def _copy(into: nn.Module, source: nn.Module | None) -> bool:
-    """Copy the weight if there is one of the same shape."""
+    """Copy the weight if there is one of the same shape; return whether there was."""
     weight = getattr(source, "weight", None)
     if weight is None or weight.shape != into.weight.shape:
         return False
-    into.weight.copy_(whole(weight.detach()).float().cpu())  # type: ignore[operator]
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
+    into.weight.copy_(weight.detach().float().cpu())  # type: ignore[operator]
     return True

@@ -1,4 +1,4 @@
-"""Training the drafter itself."""
+"""The two jobs of a trainer: the drafter itself, and heads on a frozen drafter."""
 
 from __future__ import annotations
 
@@ -26,32 +26,29 @@ from ddtree.train.loss import (
 NAME = "dflash"
 
 
-class Pass(nn.Module):
-    """A pass of the drafter up to what enters the head: [C, A, b - 1, H], and the blocks it belongs to.
+class DrafterPass(nn.Module):
+    """A pass of the drafter; a module of its own since FSDP gathers sharded weights when a module runs."""
 
-    Sharded weights come together when a module runs, and this one needs all.
-    """
+    _no_split_modules = ("Layer",)  # read by accelerate: gathered one after the other
 
     def __init__(self, net: DFlashNet) -> None:
         super().__init__()
         self.net = net
 
     def forward(self, embedding: Tensor, batch: Batch, features: Tensor) -> tuple[Tensor, Blocks]:
+        """Compute what enters the head, [C, A, b - 1, H], and the blocks it belongs to."""
         states, blocks = block_states(self.net, embedding, batch, features[:, :, :-1])
         return self.net.norm(states), blocks
 
 
 class DrafterJob:
-    """A DFlash network learns to predict blocks; see `ddtree.train.fit.Job`.
+    """Trains a DFlash network to predict blocks; see `ddtree.train.trainer.Job`.
 
     Args:
         net: the drafter, float32, on the target's device.
         vocabulary: tokens that it can propose.
         embedding: [V, H], the target's.
-        objective: what is minimized.
-
-    Attributes:
-        run: a pass of the drafter.
+        objective: the loss to minimize.
     """
 
     def __init__(
@@ -60,26 +57,29 @@ class DrafterJob:
         self.modules: dict[str, nn.Module] = {NAME: net}
         self.block = net.config.block_size
         self.settings: dict[str, Any] = {"network": asdict(net.config), "draft_tokens": vocabulary.size}
-        self.run = Pass(net)
+        self._pass = DrafterPass(net)
+        self.root: nn.Module | None = self._pass
         self._vocabulary = vocabulary
         self._embedding = embedding
         self._objective = objective
 
     def train(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
-        normed, blocks = self.run(self._embedding, batch, features)
+        """Add the gradients of the summed objective."""
+        normed, blocks = self._pass(self._embedding, batch, features)
         hidden = features[:, :, -1]
         sums, derived = head_loss(normed.detach(), batch, blocks, hidden, self._vocabulary, self._objective)
         normed.backward(derived)
         return {NAME: sums}
 
     def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
-        normed, blocks = self.run(self._embedding, batch, features)
+        """Return sums with the cross-entropy."""
+        normed, blocks = self._pass(self._embedding, batch, features)
         objective = Objective("ce", self._objective.gamma)
         return {NAME: head_loss(normed, batch, blocks, None, self._vocabulary, objective, gradient=False)[0]}
 
 
-class TrainingTrunk:
-    """The frozen parts that heads borrow, on training's side: see `ddtree.drafters.heads.Trunk`.
+class TrainingBackbone:
+    """The frozen parts that heads use, in training; see `ddtree.drafters.dflash.heads.Trunk`.
 
     Args:
         net: the drafter.
@@ -94,28 +94,33 @@ class TrainingTrunk:
         self._embedding = embedding
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Return the drafter's embeddings of tokens."""
         return self._net.embed(self._embedding, tokens)
 
     def norm(self, states: Tensor) -> Tensor:
+        """Apply the final norm."""
         return self._net.norm(states)
 
     def logits(self, normed: Tensor) -> Tensor:
+        """Compute the draft vocabulary's scores [..., D] of normed states [..., H]."""
         flat = normed.reshape(-1, normed.shape[-1])
         return self._vocabulary.logits(flat).view(*normed.shape[:-1], self.size)
 
     def index(self, tokens: Tensor) -> Tensor:
+        """Return the draft token of each target token; -1 for tokens outside the draft vocabulary."""
         return self._vocabulary.index(tokens).clamp(min=-1)
 
     def tokens(self, index: Tensor) -> Tensor:
+        """Return the target token of each draft token."""
         return index if self._vocabulary.ids is None else self._vocabulary.ids[index]
 
 
 class HeadsJob:
-    """Heads learn to correct a frozen drafter; see `ddtree.train.fit.Job`.
+    """Trains heads to correct a frozen drafter; see `ddtree.train.trainer.Job`.
 
     Args:
         heads: float32, on the device, by kind.
-        objectives: what each minimizes.
+        objectives: the loss of each.
         net: the drafter; its parameters are frozen.
         vocabulary: its draft vocabulary.
         embedding: [V, H], the target's.
@@ -130,6 +135,7 @@ class HeadsJob:
         embedding: Tensor,
     ) -> None:
         self.modules: dict[str, nn.Module] = dict(heads)
+        self.root: nn.Module | None = None
         self.block = net.config.block_size
         self.settings: dict[str, Any] = {
             "heads": {kind: [head.config(), vars(objectives[kind])] for kind, head in heads.items()},
@@ -141,9 +147,10 @@ class HeadsJob:
         self._net = net.requires_grad_(False)
         self._vocabulary = vocabulary
         self._embedding = embedding
-        self._trunk = TrainingTrunk(net, vocabulary, embedding)
+        self._backbone = TrainingBackbone(net, vocabulary, embedding)
 
     def train(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+        """Add the gradients of each head's summed objective."""
         states, previous, blocks = self._states(batch, features)
         soft = any(objective.share for objective in self._objectives.values())
         soft = soft or any(map(_has_confidence, self._heads.values()))
@@ -152,19 +159,19 @@ class HeadsJob:
         for part in chunks(batch, blocks, hidden, self._vocabulary, states.shape[1]):
             own, before = states[part.at], previous[part.at]
             with torch.no_grad():
-                base = self._trunk.logits(self._trunk.norm(own))
+                base = self._backbone.logits(self._backbone.norm(own))
             for kind, head in self._heads.items():
                 sums[kind] += self._backward(head, self._objectives[kind], own, before, base, part)
         return sums
 
     def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
-        """Of the heads, and of the drafter without one."""
+        """Return sums with the cross-entropy, of the heads and of the drafter without one."""
         states, previous, blocks = self._states(batch, features)
         sums = {kind: Sums(torch.zeros(5, device=states.device)) for kind in (*self._heads, NAME)}
         gamma = next(iter(self._objectives.values())).gamma
         for part in chunks(batch, blocks, None, self._vocabulary, states.shape[1]):
             own, before = states[part.at], previous[part.at]
-            base = self._trunk.logits(self._trunk.norm(own))
+            base = self._backbone.logits(self._backbone.norm(own))
             for kind in sums:
                 scores = self._scores(self._heads[kind], own, before, base) if kind != NAME else base
                 sums[kind] += score_loss(scores.flatten(0, 1), part, Objective("ce", gamma), False)[0]
@@ -185,23 +192,23 @@ class HeadsJob:
 
     def _scores(self, head: Head, states: Tensor, previous: Tensor, base: Tensor) -> Tensor:
         with autocast(self._embedding):
-            return head(self._trunk, states, previous, base)
+            return head(self._backbone, states, previous, base)
 
     def _confidence_loss(
         self, head: Markov, scores: Tensor, states: Tensor, previous: Tensor, part: Chunk
     ) -> Tensor:
-        """Summed cross-entropy with 1 - TV, the overlap of drafter and target over the draft vocabulary (DSpark)."""
+        """Sum the cross-entropy with 1 - TV, the overlap of drafter and target over the draft vocabulary (DSpark)."""
         assert part.teacher is not None
         teacher = part.teacher.of_slots(scores.shape[1]).view_as(scores)
         overlap = torch.minimum(scores.softmax(dim=-1), teacher).sum(dim=-1)
         with autocast(self._embedding):
-            logits = head.confidence(self._trunk, states, previous)
+            logits = head.confidence(self._backbone, states, previous)
         loss = functional.binary_cross_entropy_with_logits(logits, overlap.clamp(max=1.0), reduction="none")
-        return (loss * part.labels.inside).sum()
+        return (loss * part.labels.in_text).sum()
 
     @torch.no_grad()
     def _states(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor, Blocks]:
-        """States [C * A, L, H] before the final norm, the token before each slot [C * A, L], and the blocks."""
+        """Compute states [C * A, L, H] before the final norm, the token before each slot [C * A, L], and the blocks."""
         states, blocks = block_states(self._net, self._embedding, batch, features[:, :, :-1])
         places = teacher_places(batch, states.shape[2])
         previous = batch.tokens.gather(1, places.flatten(1)).view_as(places)

@@ -1,4 +1,4 @@
-"""DFlash's training objective: what the drafter should have said in each slot of a block.
+"""DFlash's training objective: a weighted cross-entropy over the slots of a block, and its derivative.
 
 Slot k (k >= 1) predicts the token k places after the anchor, and slots count with weight exp(-(k - 1) / gamma), since
 a late slot only matters when all earlier ones were right (arXiv 2602.06036). Beside the token that came, the target's
@@ -47,12 +47,12 @@ class Vocabulary:
             self._index[ids] = torch.arange(len(ids), device=weight.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 scores [n, D] of hidden states [n, H]."""
+        """Compute scores, float32 [n, D], of hidden states [n, H]."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return functional.linear(hidden, self.weight.to(hidden.dtype), bias).float()
 
     def index(self, tokens: Tensor) -> Tensor:
-        """Draft token of each target token; IGNORED for tokens outside, and for IGNORED itself."""
+        """Return the draft token of each target token; IGNORED for tokens outside, and for IGNORED itself."""
         if self._index is None:
             return tokens
         return torch.where(tokens == IGNORED, IGNORED, self._index[tokens.clamp(min=0)])
@@ -60,7 +60,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimized.
+    """The loss to minimize.
 
     Attributes:
         loss: "ce", the cross-entropy with the label; "kl", the divergence from the target's distribution over the
@@ -90,47 +90,48 @@ class Objective:
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """What N blocks of L slots should say, on the device.
+    """Labels of N blocks of L slots, on the device.
 
     Attributes:
-        index: int64 [N, L], draft token that came, 0 where `known` is not.
-        here: bool [N, L], the token that came is to be predicted and in the draft vocabulary.
-        inside: bool [N, L], a token came, and the slot is to predict it.
-        given: bool [N, L], the slot is not to predict the token, since the block begins with it.
+        index: int64 [N, L], draft token that came, 0 where `in_vocab` is false.
+        in_vocab: bool [N, L], the token that came is to be predicted and in the draft vocabulary.
+        in_text: bool [N, L], a token came, and the slot is to predict it.
+        is_prefix: bool [N, L], the slot is not to predict the token, since the block begins with it.
         distance: int64 [N, L], predicted slots of the block before it.
-        there: bool [N], the block exists.
+        exists: bool [N], the block exists.
     """
 
     index: Tensor
-    here: Tensor
-    inside: Tensor
-    given: Tensor
+    in_vocab: Tensor
+    in_text: Tensor
+    is_prefix: Tensor
     distance: Tensor
-    there: Tensor
+    exists: Tensor
 
     def part(self, at: slice) -> Labels:
+        """Return the labels of some blocks."""
         return Labels(*(getattr(self, name)[at] for name in self.__dataclass_fields__))
 
 
 def labels_of(batch: Batch, blocks: Blocks, vocabulary: Vocabulary) -> Labels:
-    """The labels of a batch's blocks, N = C * A."""
+    """Return the labels of a batch's blocks, N = C * A."""
     index = vocabulary.index(blocks.labels).flatten(0, 1)
-    inside = blocks.inside.flatten(0, 1)
+    in_text = blocks.in_text.flatten(0, 1)
     slots = torch.arange(index.shape[1], device=index.device)
-    known = blocks.known.flatten()[:, None]
-    given = slots < known
+    prefix_lengths = blocks.prefix_lengths.flatten()[:, None]
+    is_prefix = slots < prefix_lengths
     return Labels(
         index=index.clamp(min=0),
-        here=index != IGNORED,
-        inside=inside & ~given,
-        given=given,
-        distance=(slots - known).clamp(min=0),
-        there=batch.known.flatten() >= 0,
+        in_vocab=index != IGNORED,
+        in_text=in_text & ~is_prefix,
+        is_prefix=is_prefix,
+        distance=(slots - prefix_lengths).clamp(min=0),
+        exists=batch.prefix_lengths.flatten() >= 0,
     )
 
 
 def teacher_places(batch: Batch, slots: int) -> Tensor:
-    """Int64 [C, A, L]: the position whose output the target predicts a slot's token from, the one before it."""
+    """Return the position before each slot's token, int64 [C, A, L], whose output the target predicts it from."""
     offsets = torch.arange(slots, device=batch.anchors.device)
     return (batch.anchors[..., None] + offsets).clamp(max=batch.tokens.shape[1] - 1)
 
@@ -151,6 +152,7 @@ class Sums:
 
     @property
     def weight(self) -> Tensor:
+        """The sum of the weights."""
         return self.values[2]
 
 
@@ -164,16 +166,16 @@ def head_loss(
     gradient: bool = True,
     chunk: int | None = None,
 ) -> tuple[Sums, Tensor | None]:
-    """The objective of a batch's blocks, and its derivative by what enters the head.
+    """Compute the objective of a batch's blocks, and its derivative by what enters the head.
 
     Args:
-        normed: [C, A, L, H], what the drafter gives to the head, without gradient.
+        normed: [C, A, L, H], the drafter's output that enters the head, without gradient.
         batch: the conversations.
         blocks: their blocks.
         hidden: [C, n, H], what enters the target's head at each position; read when `objective.share` > 0.
         vocabulary: the draft vocabulary; slots whose token is outside it count for "kl" only.
-        objective: what is minimized.
-        gradient: whether the derivative is wanted.
+        objective: the loss to minimize.
+        gradient: False leaves the derivative out.
         chunk: as in `chunks`.
 
     Returns:
@@ -202,8 +204,8 @@ class Chunk:
 
     Attributes:
         at: which of the C * A blocks.
-        labels: what their slots should say.
-        teacher: what the target thinks there; None when that is not asked for.
+        labels: of their slots.
+        teacher: the target's distributions there; None if not asked for.
     """
 
     at: slice
@@ -219,7 +221,7 @@ def chunks(
     slots: int,
     chunk: int | None = None,
 ) -> Iterator[Chunk]:
-    """A batch's blocks by portions, with the target's distributions when `hidden` [C, n, H] is there.
+    """Iterate over a batch's blocks in chunks, with the target's distributions if `hidden` [C, n, H] is given.
 
     `chunk` is the number of blocks of a portion: by default those of a conversation on the CPU, and as many as make
     256 MiB of scores elsewhere.
@@ -259,14 +261,14 @@ class _Teacher:
     starts: list[int] | None
 
     def of_slots(self, slots: int) -> Tensor:
-        """One row for each slot, float32 [N * L, D]."""
+        """Return one row for each slot, float32 [N * L, D]."""
         if self.starts is None:
             return self.rows
         return torch.cat([self.rows[start : start + slots] for start in self.starts])
 
 
 def _shared(hidden: Tensor, places: Tensor, vocabulary: Vocabulary) -> _Teacher:
-    """Distributions of a conversation: blocks overlap, so on a CPU it pays to compute a position's only once."""
+    """Compute the distributions of a conversation, each once: blocks overlap, and on a CPU that pays."""
     slots = places.shape[1]
     starts = places[:, 0].tolist()
     first, last = min(starts), max(starts) + slots
@@ -279,7 +281,7 @@ def _shared(hidden: Tensor, places: Tensor, vocabulary: Vocabulary) -> _Teacher:
 def score_loss(
     scores: Tensor, part: Chunk, objective: Objective, gradient: bool = True
 ) -> tuple[Sums, Tensor | None]:
-    """The objective of some blocks, and its derivative [N * L, D] by their slots' scores, float32 [N * L, D].
+    """Compute the objective of some blocks, and its derivative [N * L, D] by their slots' scores, float32 [N * L, D].
 
     The derivative, weight * (softmax - label), is made in one buffer. On CPU the passes over [slots, vocabulary] that
     autograd would make cost as much as the drafter itself.
@@ -298,11 +300,11 @@ def score_loss(
         loss = (1 - share) * hard + share * (normalizer - _subtract(derived, scores, teacher, share, slots))
     hard, loss, best = hard.view(count, slots), loss.view(count, slots), best.view(count, slots)
     weights = _weights(objective, labels, hard)
-    right = ((best == labels.index) & labels.here) | labels.given
-    accepted = (right.int().cumprod(dim=1) * labels.here).sum()
-    blocks = labels.there.sum()
+    right = ((best == labels.index) & labels.in_vocab) | labels.is_prefix
+    accepted = (right.int().cumprod(dim=1) * labels.in_vocab).sum()
+    blocks = labels.exists.sum()
     weight = blocks if objective.loss == "dpace" else weights.sum()
-    parts = [(loss * weights).sum(), (hard * weights * labels.here).sum(), weight, accepted, blocks]
+    parts = [(loss * weights).sum(), (hard * weights * labels.in_vocab).sum(), weight, accepted, blocks]
     sums = Sums(torch.stack([part.float() for part in parts]))
     if not gradient:
         return sums, None
@@ -312,7 +314,7 @@ def score_loss(
 
 
 def _subtract(derived: Tensor, scores: Tensor, teacher: _Teacher, share: float, slots: int) -> Tensor:
-    """Take `share` of the target's distributions off; returns the scores' means [n] under them."""
+    """Subtract `share` of the target's distributions from `derived`; return the scores' means [n] under them."""
     if teacher.starts is None:
         derived.sub_(teacher.rows, alpha=share)
         return torch.linalg.vecdot(teacher.rows, scores)
@@ -326,20 +328,20 @@ def _subtract(derived: Tensor, scores: Tensor, teacher: _Teacher, share: float, 
 
 
 def _weights(objective: Objective, labels: Labels, hard: Tensor) -> Tensor:
-    """Float32 [N, L] weights of the slots."""
+    """Return the weights of the slots, float32 [N, L]."""
     if objective.loss == "dpace":
         return dpace_weights(hard, labels, objective.alpha)
-    counted = labels.inside if objective.loss == "kl" else labels.here
+    counted = labels.in_text if objective.loss == "kl" else labels.in_vocab
     return torch.exp(labels.distance / -objective.gamma) * counted
 
 
 def dpace_weights(hard: Tensor, labels: Labels, alpha: float) -> Tensor:
-    """D-PACE's weights [N, L] of slots with cross-entropies `hard`: sum over j >= k of the chance to get to j.
+    """Return D-PACE's weights [N, L] of slots with cross-entropies `hard`: sum over j >= k of the chance to get to j.
 
     A token outside the draft vocabulary has probability 0; given slots are right; beyond the text nothing counts.
     """
-    probability = torch.exp(-hard) * labels.here
+    probability = torch.exp(-hard) * labels.in_vocab
     right = (1 - alpha) * probability + alpha
-    right = torch.where(labels.given, 1.0, torch.where(labels.inside, right, 0.0))
-    reached = right.cumprod(dim=1) * labels.inside
-    return reached.flip(1).cumsum(dim=1).flip(1) * labels.here
+    right = torch.where(labels.is_prefix, 1.0, torch.where(labels.in_text, right, 0.0))
+    reached = right.cumprod(dim=1) * labels.in_text
+    return reached.flip(1).cumsum(dim=1).flip(1) * labels.in_vocab

@@ -1,4 +1,4 @@
-"""A DFlash network at work: the context of every row, and states of blocks after it."""
+"""A DFlash network over the rows' contexts: states of blocks after each, and what all drafters on it share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.dflash.network import DFlashNet
+from ddtree.model.attention import key_positions, uncommitted_columns, visible_keys
 from ddtree.model.kv_cache import Holding, KVCache, drop_row
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
@@ -23,11 +24,11 @@ _AT_ONCE = 128
 
 
 class Backbone:
-    """A DFlash network (arXiv 2602.06036) over each row's committed tokens; what drafters and their heads stand on.
+    """A DFlash network (arXiv 2602.06036) over each row's committed tokens, the base of drafters and their heads.
 
     The context cache holds committed tokens only: keys and values of the target's features, never of drafts. A
-    round's features are kept until the next block, which projects those of all rows in one pass. A backbone is a
-    `ddtree.drafters.heads.Trunk`.
+    round's features are kept until the next block, which projects those of all rows in one pass. A backbone has
+    the `BackboneParts` that heads use.
 
     Args:
         network: the draft network; moved to the target's device and dtype.
@@ -73,20 +74,18 @@ class Backbone:
         self._cache = KVCache(target.max_context + config.block_size, config.num_hidden_layers)
         self._unread: list[list[Tensor]] = []
 
-    @property
-    def rows(self) -> int:
-        return len(self._unread)
-
     def add_row(self) -> None:
+        """Open an empty row at the end."""
         self._cache.add_row()
         self._unread.append([])
 
     def drop_row(self, row: int) -> None:
+        """Forget a row; the last row takes its index."""
         self._cache.drop_row(row)
         drop_row(self._unread, row)
 
     def holding(self, blocks: int = 1) -> Holding:
-        """What the context can come to, beside as many blocks a row, and the features that wait for the next block."""
+        """Return the most memory of the context, of `blocks` blocks a row, and of features that wait for the next."""
         config, most = self.network.config, self._cache.max_tokens - self.network.config.block_size
         states = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         features = len(config.target_layer_ids) * config.hidden_size
@@ -104,7 +103,7 @@ class Backbone:
             self._read(row, row + 1)
 
     def states(self, bonus: list[int], depth: int) -> Tensor:
-        """States [R, depth, H], before the final norm, of the slots after each row's context and bonus token."""
+        """Return states [R, depth, H], before the final norm, of the slots after each row's context and bonus token."""
         config = self.network.config
         tokens = torch.full((len(bonus), 1, config.block_size), config.mask_token_id, device=self.device)
         tokens[:, 0, 0] = torch.tensor(bonus, device=self.device)
@@ -112,7 +111,7 @@ class Backbone:
 
     @torch.inference_mode()
     def branches(self, known: Tensor, counts: Tensor, depth: int) -> Tensor:
-        """States of several blocks a row, whose first tokens are given, in one pass; the blocks do not see each other.
+        """Return states of several blocks a row in one pass. Their first tokens are given; no block sees another.
 
         Args:
             known: int64 [R, K, n], n up to the block size; each block begins with the row's bonus token.
@@ -130,7 +129,7 @@ class Backbone:
 
     @torch.inference_mode()
     def _states(self, tokens: Tensor, masked: Tensor | None, depth: int) -> Tensor:
-        """As `branches`, of blocks int64 [R, K, block size]; `masked` None: of each, all slots but the first."""
+        """Do as `branches`, for blocks int64 [R, K, block size]; `masked` None: all slots but the first of each."""
         config, (rows, blocks, size) = self.network.config, tokens.shape
         self._read(0, rows)
         slots = self.network.embed(self._embedding, tokens)
@@ -139,43 +138,52 @@ class Backbone:
                 slots[:, :, 1:] = self._mask_embedding
             else:
                 slots = torch.where(masked[..., None], self._mask_embedding, slots)
-        positions = self._positions(0, rows, size)
-        if blocks > 1:
-            positions = positions.repeat(1, blocks)
+        positions = self._positions(0, rows, size).repeat(1, blocks)
         # The blocks' columns are never committed: the next ones overwrite them.
         width = self._cache.open(0, rows, blocks * size)
-        columns, mask = self._visible(rows, blocks, size, width)
+        columns, mask = self._visible(positions, blocks, width)
         states = self.network.block(slots.flatten(1, 2), positions, self._cache, columns, mask)
         first = config.first_slot
         return states.view(rows, blocks, size, -1)[:, :, first : first + depth].contiguous()
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Return the input embeddings [..., H] of the target's token ids [...]."""
         return self.network.embed(self._embedding, tokens)
 
     def norm(self, states: Tensor) -> Tensor:
+        """Return the states after the network's final norm."""
         return self.network.norm(states)
 
     def logits(self, normed: Tensor) -> Tensor:
+        """Return float32 scores [..., Vd] of normed states [..., H]."""
         return self.network.logits(self._head(normed))
 
     def index(self, tokens: Tensor) -> Tensor:
+        """Return the draft tokens of the target's token ids; -1 for those outside the draft vocabulary."""
         return tokens if self._index is None else self._index[tokens]
 
     def tokens(self, index: Tensor) -> Tensor:
+        """Return the target's token ids of draft tokens."""
         return index if self.draft_ids is None else self.draft_ids[index]
 
-    def _visible(self, rows: int, blocks: int, size: int, width: int) -> tuple[Tensor, Tensor | None]:
-        """Positions [R, L] of the key columns, and which of them each slot sees [R, blocks * size, L] (None: all)."""
-        columns = torch.arange(width, device=self.device).expand(rows, width)
+    def _visible(self, positions: Tensor, blocks: int, width: int) -> tuple[Tensor, Tensor | None]:
+        """Return positions [R, L] of the key columns, and which of them each slot sees: bool [R, S, L].
+
+        A slot sees its row's context and its own block. None when all slots see all columns.
+
+        Args:
+            positions: int64 [R, S], of the slots of all blocks.
+            blocks: of a row.
+            width: L.
+        """
+        rows, slots = positions.shape
         lengths = self._cache.lengths
         if blocks == 1 and min(lengths) == max(lengths):
-            return columns, None
-        offsets = columns - torch.tensor(lengths, device=self.device)[:, None]
-        inside = (offsets >= 0) & (offsets < blocks * size)
-        of_slot = torch.arange(blocks, device=self.device).repeat_interleave(size)
-        own = inside[:, None] & (offsets.div(size, rounding_mode="floor")[:, None] == of_slot[None, :, None])
-        positions = torch.where(offsets < 0, columns, columns - offsets + offsets % size)
-        return positions, (offsets < 0)[:, None] | own
+            return torch.arange(width, device=self.device).expand(rows, width), None
+        block = torch.arange(slots, device=self.device).div(slots // blocks, rounding_mode="floor")
+        columns = uncommitted_columns(lengths, slots, self.device)
+        seen = visible_keys(columns, block[:, None] == block, width)
+        return key_positions(columns, positions, width), seen
 
     def _read(self, start: int, stop: int) -> None:
         """Project the features kept for rows start..stop-1 and append their keys and values to the context."""
@@ -192,9 +200,8 @@ class Backbone:
         self._unread[start:stop] = [[] for _ in counts]
 
     def _positions(self, start: int, stop: int, count: int) -> Tensor:
-        """int64 [stop - start, count], from each row's committed length on."""
-        lengths = torch.tensor(self._cache.lengths[start:stop], device=self.device)
-        return lengths[:, None] + torch.arange(count, device=self.device)
+        """Return int64 [stop - start, count], the positions from each row's committed length on."""
+        return uncommitted_columns(self._cache.lengths[start:stop], count, self.device)
 
     def _no_features(self) -> Tensor:
         weight = self.network.fc.weight
@@ -202,7 +209,7 @@ class Backbone:
 
 
 def _linear(target: Target, draft_ids: Tensor | None, own: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A head of its own weights, or of the target's rows of the draft vocabulary."""
+    """Return a head of its own weights, or of the target's rows of the draft vocabulary."""
     if own is not None:
         weight, bias = own.to(target.device, target.dtype), None
     else:
@@ -216,12 +223,15 @@ View = Callable[[Tensor], Tensor]
 
 
 class BlockDrafter:
-    """A drafter whose rows are a backbone's.
+    """The base of the drafters over a backbone: rows, features, memory and coupling with the noise.
 
     Args:
         backbone: the network over the rows' contexts.
         name: the drafter's.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
+
+    Attributes:
+        backbones: all networks over the rows' contexts, of which a drafter may have more than one.
 
     Raises:
         ConfigError: beta or kappa is out of range.
@@ -230,40 +240,52 @@ class BlockDrafter:
     def __init__(self, backbone: Backbone, name: str, coupling: tuple[float, float] = PLAIN) -> None:
         check_coupling(*coupling)
         self.backbone = backbone
+        self.backbones = [backbone]
         self.name = name
         self.coupling = coupling
         self.feature_layers = backbone.feature_layers
         self.max_depth = backbone.depth
 
     def add_row(self) -> None:
-        self.backbone.add_row()
+        """Open an empty row at the end."""
+        for backbone in self.backbones:
+            backbone.add_row()
 
     def drop_row(self, row: int) -> None:
-        self.backbone.drop_row(row)
+        """Forget a row; the last row takes its index."""
+        for backbone in self.backbones:
+            backbone.drop_row(row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
-        self.backbone.observe(row, features)
+        """Take the features [n, F * H] of tokens newly committed to a row."""
+        for backbone in self.backbones:
+            backbone.observe(row, features)
 
     def holdings(self) -> list[Holding]:
-        return [self.backbone.holding()]
+        """Return the contexts' caches with the most memory that they can take."""
+        return [backbone.holding() for backbone in self.backbones]
 
     def couples(self, row: DraftRow) -> bool:
-        """Whether a row is drafted for under its noise."""
+        """Return whether a row is drafted for under its noise."""
         return self.coupling != PLAIN and row.noise is not None and row.depth > 0
 
     def couple(self, row: DraftRow, logprobs: Tensor) -> None:
-        """Replace a row's log-probabilities [..., L, Vd] of depths 1..L by its chances under the noise.
+        """Replace a row's log-probabilities [..., L, Vd] of depths 1..L by its chances under the noise."""
+        if self.couples(row):
+            own = logprobs[..., : row.depth, :]
+            own.copy_(self.under_noise(own, self.noise(row, own.shape[-2]), row.temperature))
+
+    def under_noise(self, logprobs: Tensor, noise: Tensor, temperature: float) -> Tensor:
+        """Return log-probabilities [..., Vd] as they are ranked under the noise of their positions.
 
         The target picks argmax(log p / T + g), which is argmax(log p + T * g): in that form the drafter's error, and
         so the fitted kappa, do not depend on the temperature.
         """
-        if self.couples(row):
-            beta, kappa = self.coupling
-            own = logprobs[..., : row.depth, :]
-            own.copy_(couple(own, self.noise(row, own.shape[-2]), beta * row.temperature, kappa))
+        beta, kappa = self.coupling
+        return couple(logprobs, noise, beta * temperature, kappa)
 
     def noise(self, row: DraftRow, depth: int) -> Tensor:
-        """A sampling row's noise float32 [depth, Vd] at the positions of depths 1..depth, of the draft vocabulary."""
+        """Return a sampling row's noise float32 [depth, Vd] at depths 1..depth, of the draft vocabulary."""
         assert row.noise is not None
         # Whole rows are drawn, because verification reads the same ones.
         full = [row.noise.gumbel(len(row.tokens) + place) for place in range(depth)]
@@ -272,7 +294,7 @@ class BlockDrafter:
 
 
 class HeadDrafter(BlockDrafter):
-    """A drafter with a head on its backbone, which is moved to the backbone's device and dtype.
+    """The base of the drafters with a head on their backbone; the head is moved to the backbone's device and dtype.
 
     Attributes:
         trace: called with each row and the head's view of any path, before coupling: also of the one then accepted.
@@ -292,7 +314,6 @@ class HeadDrafter(BlockDrafter):
                 self.trace(row, self._view(head, own))
 
     def _view(self, head: Head, states: Tensor) -> View:
-
         def logprobs(previous: Tensor) -> Tensor:
             own = states[None, : len(previous)]
             with torch.inference_mode():
@@ -302,7 +323,7 @@ class HeadDrafter(BlockDrafter):
 
 
 def width_of(row: DraftRow) -> int:
-    """Candidates that a row's tree can use at a depth."""
+    """Return how many candidates of a depth a row's tree can use."""
     if row.depth == 0 or row.budget == 0:
         return 0
     return 1 if row.chain else row.budget

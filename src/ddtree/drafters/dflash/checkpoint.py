@@ -1,15 +1,14 @@
 """DFlash checkpoints on disk: read in the published layouts, checked against a target, written in z-lab's.
 
-Reading knows no target: what a folder says is checked for its own sense first, and `misfits` then names every reason
-why it does not fit a target. Nothing is guessed, since a drafter that loads wrongly does not fail, it only never
-gets a token accepted.
+Reading knows no target: a folder's own parts are checked against each other first, and `misfits` then names every
+reason why the drafter does not fit a target. Nothing is guessed, since a drafter that loads wrongly does not fail, it
+only never gets a token accepted.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,24 +16,25 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ddtree.drafters.dflash import files as public
+from ddtree.drafters.dflash import head_checkpoint
 from ddtree.drafters.dflash.config_formats import Layout, parse
-from ddtree.drafters.dflash.files import REMEDY, locate, read_json, read_tensors, write
-from ddtree.drafters.dflash.files import misfits as head_misfits
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet, named_shapes
-from ddtree.errors import CheckpointError
+from ddtree.drafters.dflash.weight_files import (
+    REMEDY,
+    check_names,
+    check_shape,
+    locate,
+    our_names,
+    read_json,
+    read_mask_embedding,
+    read_tensors,
+    write_folder,
+)
+from ddtree.errors import CheckpointError, ConfigError
+from ddtree.sampling.noise import PLAIN
 
-__all__ = ["DFlashCheckpoint", "FittedTarget", "check", "locate", "misfits", "read", "write"]
-
-_RENAMED = {
-    "midlayer.": "layers.0.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "encoder.fc.": "fc.",
-}
-_PREFIXES = ("model.", "draft_model.")
-# Copies of the target's tensors and maps that follow from others.
-_IGNORED = ("t2d", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
+# Marks of tensors of heads that a network is not to be run without.
 _HEADS = {
     "prefix_gru": "Domino",
     "embed_proj": "Domino",
@@ -45,10 +45,11 @@ _HEADS = {
     "attention_conv": "DFlash2",
     "mlp_conv": "DFlash2",
 }
+_VOCABULARY = "draft_vocabulary.json"
 
 
 class FittedTarget(Protocol):
-    """What a pair is checked by; `ddtree.target.Target` has it."""
+    """The properties of a target that a drafter is checked against; `ddtree.model.target.Target` has them."""
 
     vocab_size: int
     hidden_size: int
@@ -64,7 +65,7 @@ class DFlashCheckpoint:
 
     Attributes:
         folder: where it came from.
-        layout: what its config.json says.
+        layout: the content of its config.json.
         tensors: the network's, by the names of `DFlashNet`.
         draft_ids: int64 [Vd], the target's ids of a reduced draft vocabulary; None for the whole.
         head: own head weights [Vd or V, H]; None for the target's.
@@ -84,10 +85,16 @@ class DFlashCheckpoint:
 
     @property
     def config(self) -> DFlashConfig:
+        """The network's config."""
         return self.layout.config
 
+    @property
+    def size(self) -> int:
+        """Tokens of the draft vocabulary."""
+        return self.config.vocab_size if self.draft_ids is None else len(self.draft_ids)
+
     def network(self) -> DFlashNet:
-        """The network with the checkpoint's tensors."""
+        """Return the network with the checkpoint's tensors."""
         with torch.device("meta"):
             network = DFlashNet(self.config)
         network.load_state_dict(self.tensors, assign=True)
@@ -109,32 +116,31 @@ def read(name: str | os.PathLike[str], heads: bool = False) -> DFlashCheckpoint:
     try:
         raw = read_json(folder / "config.json")
         layout = parse(raw, heads)
-        tensors = _canonical(read_tensors(folder), layout.config)
+        tensors = our_names(read_tensors(folder), layout.config)
         correction = None
         if layout.correction is not None:
-            correction = public.read(layout.correction, raw, tensors)
-            tensors = {name: tensor for name, tensor in tensors.items() if not public.belongs(name)}
-        extra = {key: tensors.pop(key, None) for key in ("d2t", "lm_head.weight", "embed_tokens.weight")}
-        _check_tensors(tensors, layout.config)
-        draft_ids = _draft_ids(folder, layout, extra["d2t"])
+            correction = head_checkpoint.read_published(layout.correction, raw, tensors)
+            tensors = {name: t for name, t in tensors.items() if not head_checkpoint.is_head_tensor(name)}
+        offsets = tensors.pop("d2t", None)
         checkpoint = DFlashCheckpoint(
             folder,
             layout,
             tensors,
-            draft_ids,
-            extra["lm_head.weight"],
-            extra["embed_tokens.weight"],
-            _mask_embedding(folder, layout.config),
-            correction,
+            head=tensors.pop("lm_head.weight", None),
+            embedding=tensors.pop("embed_tokens.weight", None),
+            correction=correction,
         )
-        _check_own(checkpoint)
+        _check_tensors(tensors, layout.config)
+        checkpoint.draft_ids = _draft_ids(folder, layout, offsets)
+        checkpoint.mask_embedding = read_mask_embedding(folder, layout.config)
+        _check_parts(checkpoint)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error.__cause__
     return checkpoint
 
 
 def misfits(checkpoint: DFlashCheckpoint, target: FittedTarget) -> list[str]:
-    """Every reason why a drafter does not fit a target; empty when it does."""
+    """Return every reason why a drafter does not fit a target; empty when it does."""
     config, found = checkpoint.config, []
     if config.hidden_size != target.hidden_size:
         found.append(
@@ -168,53 +174,17 @@ def check(checkpoint: DFlashCheckpoint, target: FittedTarget) -> None:
         )
 
 
-def _canonical(tensors: dict[str, Tensor], config: DFlashConfig) -> dict[str, Tensor]:
-    """Tensors by `DFlashNet`'s names; fused projections are taken apart."""
-    named: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        name = key
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
-        for old, new in _RENAMED.items():
-            name = new + name.removeprefix(old) if name.startswith(old) else name
-        if not name.startswith(_IGNORED):
-            named.update(_unfused(name, tensor, config))
-    return named
-
-
-def _unfused(name: str, tensor: Tensor, config: DFlashConfig) -> Iterable[tuple[str, Tensor]]:
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    inner = config.intermediate_size
-    fused = {
-        ".qkv_proj.": (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)),
-        ".gate_up_proj.": (("gate_proj", inner), ("up_proj", inner)),
-    }
-    for mark, parts in fused.items():
-        if mark in name and tensor.shape[0] == sum(size for _, size in parts):
-            pieces = tensor.split([size for _, size in parts])
-            return [
-                (name.replace(mark, f".{part}."), piece)
-                for (part, _), piece in zip(parts, pieces, strict=True)
-            ]
-    return [(name, tensor)]
-
-
 def _check_tensors(tensors: dict[str, Tensor], config: DFlashConfig) -> None:
+    """Raise CheckpointError unless the tensors are those of the config's network."""
     wanted = dict(named_shapes(config))
-    unknown = sorted(set(tensors) - set(wanted))
-    for name in unknown:
+    for name in sorted(set(tensors) - set(wanted)):
         for mark, head in _HEADS.items():
             if mark in name:
                 raise CheckpointError(
                     f"tensor {name} belongs to a {head} head, which is not supported: run as plain DFlash the drafter "
                     "would accept almost nothing; use a DFlash checkpoint"
                 )
-    missing = sorted(set(wanted) - set(tensors))
-    if unknown or missing:
-        faults = [f"unknown tensors {_few(unknown)}"] * bool(unknown)
-        faults += [f"missing tensors {_few(missing)}"] * bool(missing)
-        raise CheckpointError(f"{' and '.join(faults)}: this is no complete DFlash checkpoint; {REMEDY}")
+    check_names(set(tensors), set(wanted), "DFlash checkpoint")
     width = tensors["fc.weight"].shape
     if tuple(width) != wanted["fc.weight"]:
         features, hidden = len(config.target_layer_ids), config.hidden_size
@@ -223,22 +193,18 @@ def _check_tensors(tensors: dict[str, Tensor], config: DFlashConfig) -> None:
             f"[{hidden}, {features * hidden}]: config.json and weights do not belong together; {REMEDY}"
         )
     for name, shape in wanted.items():
-        if tuple(tensors[name].shape) != shape:
-            raise CheckpointError(
-                f"tensor {name} is {list(tensors[name].shape)}, not {list(shape)} as config.json says; {REMEDY}"
-            )
+        check_shape(name, tensors[name], shape)
         if not tensors[name].is_floating_point():
             raise CheckpointError(
                 f"tensor {name} is {tensors[name].dtype}: quantized drafters are not supported"
             )
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 def _draft_ids(folder: Path, layout: Layout, offsets: Tensor | None) -> Tensor | None:
-    """The draft vocabulary: our file lists it; `d2t` holds, for each draft token, how far its target token is off."""
+    """Return the draft vocabulary int64 [Vd], None for the whole one.
+
+    Our file lists it. The published tensor d2t holds, for each draft token, how far its target token is off.
+    """
     vocab = layout.config.vocab_size
     if layout.vocabulary_file is not None:
         listed = read_json(folder / Path(layout.vocabulary_file).name, table=False)
@@ -263,42 +229,108 @@ def _draft_ids(folder: Path, layout: Layout, offsets: Tensor | None) -> Tensor |
     return None if torch.equal(ids, torch.arange(vocab)) else ids
 
 
-def _check_own(checkpoint: DFlashCheckpoint) -> None:
-    config, ids = checkpoint.config, checkpoint.draft_ids
-    size = config.vocab_size if ids is None else len(ids)
-    for name, tensor, rows in (
-        ("lm_head.weight", checkpoint.head, size),
-        ("embed_tokens.weight", checkpoint.embedding, config.vocab_size),
-    ):
-        if tensor is not None and tuple(tensor.shape) != (rows, config.hidden_size):
-            raise CheckpointError(
-                f"tensor {name} is {list(tensor.shape)}, not {[rows, config.hidden_size]} as config.json says; "
-                f"{REMEDY}"
-            )
+def _check_parts(checkpoint: DFlashCheckpoint) -> None:
+    """Raise CheckpointError unless the parts beside the network fit it."""
+    config, size = checkpoint.config, checkpoint.size
+    if checkpoint.head is not None:
+        check_shape("lm_head.weight", checkpoint.head, (size, config.hidden_size))
+    if checkpoint.embedding is not None:
+        check_shape("embed_tokens.weight", checkpoint.embedding, (config.vocab_size, config.hidden_size))
     if checkpoint.correction is not None:
-        found = head_misfits(checkpoint.correction, config.hidden_size, size, config.vocab_size)
+        found = head_checkpoint.misfits(checkpoint.correction, config.hidden_size, size, config.vocab_size)
         if found:
             raise CheckpointError(
                 f"its {checkpoint.correction.kind} head does not fit: {'; '.join(found)}; {REMEDY}"
             )
 
 
-def _mask_embedding(folder: Path, config: DFlashConfig) -> Tensor | None:
-    """A mask embedding trained apart from the vocabulary, in a file of its own (some published checkpoints)."""
-    path = folder / "mask_embedding.pt"
-    if not path.exists():
-        return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        token = config.mask_token_id
-        if isinstance(state, dict):
-            token, state = state.get("mask_token_id", token), state["embedding"]
-        embedding = state.reshape(-1)
-    except (KeyError, AttributeError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path.name} is damaged ({type(error).__name__}): {REMEDY}") from error
-    if token != config.mask_token_id or len(embedding) != config.hidden_size:
-        raise CheckpointError(
-            f"{path.name} has {len(embedding)} values for token {token}, not {config.hidden_size} for mask token "
-            f"{config.mask_token_id}; {REMEDY}"
+def write(
+    folder: str | os.PathLike[str],
+    network: DFlashNet,
+    *,
+    draft_ids: Tensor | None = None,
+    coupling: tuple[float, float] = PLAIN,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write a drafter in z-lab's layout, the one that other engines read too.
+
+    A reduced draft vocabulary has a file of its own that others do not look at: they then score the whole vocabulary
+    with the same network. The coupling is a further key of `dflash_config`.
+
+    Args:
+        folder: made if need be; files of these names in it are replaced.
+        network: config and weights.
+        draft_ids: int64 [Vd], the target's ids of a reduced draft vocabulary.
+        coupling: (beta, kappa) of noise-coupled drafting.
+        dtype: of the stored weights; the network's own by default.
+
+    Raises:
+        ConfigError: the layout cannot express the network's attention.
+    """
+    path = Path(folder)
+    tensors = {
+        name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+        for name, tensor in network.state_dict().items()
+    }
+    raw = _z_lab_config(network.config, tensors["fc.weight"].dtype)
+    if draft_ids is not None:
+        raw["dflash_config"]["draft_vocabulary"] = _VOCABULARY
+    if tuple(coupling) != PLAIN:
+        raw["dflash_config"]["coupling"] = {"beta": coupling[0], "kappa": coupling[1]}
+    write_folder(path, raw, tensors)
+    if draft_ids is not None:
+        (path / _VOCABULARY).write_text(json.dumps(draft_ids.tolist()))
+    return path
+
+
+def _z_lab_config(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the config.json of a network in z-lab's layout."""
+    windows = {window for window in config.windows if window is not None}
+    slides = [config.window(i) is not None for i in range(config.num_hidden_layers)]
+    causal = [config.is_causal(i) for i in range(config.num_hidden_layers)]
+    if len(windows) > 1 or (causal != slides and len(set(causal)) > 1):
+        raise ConfigError(
+            "a checkpoint has one sliding window for all layers, and all of them, none, or just the sliding ones are "
+            "causal: change windows and causal"
         )
-    return embedding
+    own: dict[str, Any] = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    for key in (
+        "sample_from_anchor",
+        "input_embedding_scale",
+        "output_multiplier",
+        "final_logit_softcapping",
+    ):
+        value = getattr(config, key)
+        if value and value != getattr(DFlashConfig, key):
+            own[key] = value
+    raw: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": own,
+        "num_target_layers": config.num_target_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": config.attention_bias,
+        "tie_word_embeddings": False,
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        "use_sliding_window": bool(windows),
+        "sliding_window": min(windows, default=None),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if causal != slides:
+        raw["is_causal"] = causal[0]
+    return raw

@@ -1,26 +1,26 @@
-"""Reading a DFlash drafter's config.json, in the layouts that are published.
+"""Reads a DFlash drafter's config.json, in the layouts that are published.
 
 z-lab and SpecForge put a Qwen3 config at the top, with the drafter's own keys beside it or inside `dflash_config`;
-speculators puts the Qwen3 config into `transformer_layer_config` and counts feature layers from 1. What would change
-the drafter's output and is not known here is refused by name: such checkpoints would load and then accept nothing.
+speculators puts the Qwen3 config into `transformer_layer_config` and counts feature layers from 1. A setting that
+changes the drafter's output and is not known here is refused by name: such a checkpoint would load, and the target
+would then accept nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ddtree.drafters.dflash.network import DFlashConfig
-from ddtree.errors import CheckpointError
+from ddtree.errors import CheckpointError, ConfigError
+from ddtree.sampling.noise import PLAIN, check_coupling
+from ddtree.validation import is_whole
 
-SPECULATORS = "speculators"
-Z_LAB = "z-lab"
 _DEFAULT_BLOCK = 16
 _MOST_LAYERS = 256
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _NOT_DFLASH = "the drafters known here are DFlash's, with z-lab's, SpecForge's or speculators' config.json"
-# What a checkpoint of each successor calls itself, in `projector_type`, in its class name or in speculators' type.
+# The names of successors in their checkpoints: in `projector_type`, in the class name or in speculators' type.
 _SUCCESSORS = {
     "domino": "Domino",
     "causal_v5": "Domino",
@@ -41,11 +41,19 @@ _SUCCESSOR_KEYS = {
     "selector_rank": "DFlash2",
     "conv_kernel_size": "DFlash2",
 }
+# The only values of settings whose others would need another network; Domino's slots may be shifted.
+_ALLOWED = {
+    "shift_label": False,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "quantization_config": False,
+    "is_neox_style": True,
+}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a config.json says.
+    """The content of a config.json.
 
     Attributes:
         name: "z-lab" (SpecForge's is the same) or "speculators".
@@ -65,7 +73,7 @@ class Layout:
 
 
 def default_layer_ids(target_layers: int, features: int) -> tuple[int, ...]:
-    """The published choice of feature layers: spread over the target, short of its ends.
+    """Return the published choice of feature layers, as (1, 9, 17, 25, 33) for 5 of 36 layers.
 
     Raises:
         CheckpointError: the target is too shallow for so many.
@@ -81,7 +89,7 @@ def default_layer_ids(target_layers: int, features: int) -> tuple[int, ...]:
 
 
 def parse(raw: dict[str, Any], heads: bool = False) -> Layout:
-    """The meaning of a config.json.
+    """Read the content of a config.json.
 
     Args:
         raw: its content.
@@ -141,18 +149,28 @@ def parse(raw: dict[str, Any], heads: bool = False) -> Layout:
     vocabulary = own.get("draft_vocabulary")
     if not isinstance(vocabulary, str | None):
         raise CheckpointError(f"draft_vocabulary={vocabulary!r} must name a file")
-    coupling = _table(own, "coupling")
-    beta, kappa = _number(coupling, "beta", 0.0), _number(coupling, "kappa", 1.0)
-    if beta < 0 or kappa <= 0:
-        raise CheckpointError(f"coupling {coupling!r} must have beta from 0 up and kappa above 0")
     return Layout(
-        SPECULATORS if speculators else Z_LAB,
+        "speculators" if speculators else "z-lab",
         config,
         None if reduced == vocab else reduced,
         vocabulary,
-        (beta, kappa),
+        read_coupling(_table(own, "coupling")),
         correction,
     )
+
+
+def read_coupling(table: dict[str, Any]) -> tuple[float, float]:
+    """Return (beta, kappa) of a config's `coupling`; (0, 1) of an empty one.
+
+    Raises:
+        CheckpointError: they are no numbers, or out of range.
+    """
+    beta, kappa = _number(table, "beta", PLAIN[0]), _number(table, "kappa", PLAIN[1])
+    try:
+        check_coupling(beta, kappa)
+    except ConfigError as error:
+        raise CheckpointError(f"coupling {table!r} must have beta from 0 up and kappa above 0") from error
+    return beta, kappa
 
 
 def _check_kind(raw: dict[str, Any], own: dict[str, Any], heads: bool) -> tuple[str | None, str | None]:
@@ -169,7 +187,7 @@ def _check_kind(raw: dict[str, Any], own: dict[str, Any], heads: bool) -> tuple[
         for mark, successor in _SUCCESSORS.items():
             if kind and mark in str(kind).lower().replace("-", ""):
                 if not heads or successor not in _CORRECTIONS:
-                    raise _successor(successor, f"{kind!r}")
+                    raise _refusal(successor, f"{kind!r}")
                 named, correction = successor, _CORRECTIONS[successor]
     projector = own.get("projector_type")
     if projector not in (None, "", "dflash") and named is None:
@@ -177,23 +195,17 @@ def _check_kind(raw: dict[str, Any], own: dict[str, Any], heads: bool) -> tuple[
     for key, successor in _SUCCESSOR_KEYS.items():
         if own.get(key):
             if not heads or successor not in _CORRECTIONS:
-                raise _successor(successor, f"{key}={own[key]!r}")
+                raise _refusal(successor, f"{key}={own[key]!r}")
             correction = _CORRECTIONS[successor]
     known = named is not None or any("dflash" in str(kind).lower() for kind in kinds if kind)
     if not known and not raw.get("dflash_config"):
         raise CheckpointError(f"this is no DFlash drafter (architectures {names}): {_NOT_DFLASH}")
     _check_head(own, correction)
-    refusals: dict[str, Callable[[Any], bool]] = {
-        "shift_label": lambda value: value and correction != "domino",
-        "attention_sink_bias": lambda value: value,
-        "add_swa_attention_sink_bias": lambda value: value,
-        "quantization_config": lambda value: value,
-        "is_neox_style": lambda value: value is False,
-    }
     backbone = raw.get("transformer_layer_config") or {}
-    for key, refused in refusals.items():
+    for key, allowed in _ALLOWED.items():
         value = own.get(key, backbone.get(key))
-        if refused(value):
+        refused = value is not None and bool(value) is not allowed
+        if refused and (key, correction) != ("shift_label", "domino"):
             raise CheckpointError(f"{key}={value!r} is not supported: use a drafter trained without it")
     activation = backbone.get("hidden_act", raw.get("hidden_act", "silu"))
     if activation != "silu":
@@ -215,7 +227,7 @@ def _check_head(own: dict[str, Any], correction: str | None) -> None:
         )
 
 
-def _successor(name: str, mark: str) -> CheckpointError:
+def _refusal(name: str, mark: str) -> CheckpointError:
     return CheckpointError(
         f"this is a {name} drafter ({mark}), whose head is not supported: run as plain DFlash it would accept "
         "almost nothing; use a DFlash checkpoint"
@@ -231,7 +243,7 @@ def _layer_ids(own: dict[str, Any], speculators: bool, targets: int | None, laye
                 f"config.json has neither {key} nor num_target_layers: one of them is needed"
             )
         return default_layer_ids(targets, layers)
-    if not isinstance(ids, list) or not ids or not all(_is_whole(i) and i >= shift for i in ids):
+    if not isinstance(ids, list) or not ids or not all(is_whole(i) and i >= shift for i in ids):
         raise CheckpointError(f"{key}={ids!r} is not a list of layer numbers from {shift} up")
     shifted = tuple(i - shift for i in ids)
     if targets is not None and max(shifted) >= targets:
@@ -242,20 +254,18 @@ def _layer_ids(own: dict[str, Any], speculators: bool, targets: int | None, laye
 def _attention(
     raw: dict[str, Any], backbone: dict[str, Any], own: dict[str, Any], layers: int
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Window and causality of each layer, each empty when no layer has one.
+    """Return window and causality of each layer, each empty when no layer has one.
 
-    Order of what decides causality (vLLM's): `is_causal`, then `dflash_config.causal`, then whether the layer slides.
+    Causality is decided by `is_causal`, `dflash_config.causal`, then by whether the layer slides (vLLM's order).
     """
     window = own.get("swa_window_size")
     if window is None and backbone.get("use_sliding_window"):
         window = backbone.get("sliding_window")
     kinds = backbone.get("layer_types")
     if kinds is None:
-        full = (
-            _whole(backbone, "max_window_layers", layers, least=0)
-            if backbone.get("use_sliding_window")
-            else layers
-        )
+        full = layers
+        if backbone.get("use_sliding_window"):
+            full = _whole(backbone, "max_window_layers", layers, least=0)
         kinds = [_FULL if i < full else _SLIDING for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (_FULL, _SLIDING) for k in kinds):
         raise CheckpointError(
@@ -273,14 +283,12 @@ def _attention(
     for explicit in (own.get("causal"), raw.get("is_causal")):
         if explicit is not None:
             causal = [bool(explicit)] * layers
-    return (
-        tuple(window if slide else None for slide in slides) if any(slides) else (),
-        tuple(causal) if any(causal) else (),
-    )
+    windows = tuple(window if slide else None for slide in slides) if any(slides) else ()
+    return windows, tuple(causal) if any(causal) else ()
 
 
 def _rope_theta(backbone: dict[str, Any]) -> float:
-    """The base of the rotary positions, from either spelling; anything but plain rotary positions is refused."""
+    """Return the base of the rotary positions, from either spelling; refuse all but plain rotary positions."""
     parameters, scaling = _table(backbone, "rope_parameters"), _table(backbone, "rope_scaling")
     for table in (parameters, scaling):
         kind = table.get("rope_type", table.get("type", "default"))
@@ -318,10 +326,6 @@ def _table(raw: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _whole(
     raw: dict[str, Any], key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1
 ) -> int:
@@ -330,7 +334,7 @@ def _whole(
         if default is None:
             raise CheckpointError(f"config.json has no {key}: add it")
         return default
-    if not _is_whole(value) or value < least:
+    if not is_whole(value) or value < least:
         raise CheckpointError(f"{key}={value!r} must be a whole number from {least} up")
     if value > most:
         raise CheckpointError(f"{key}={value!r} is beyond {most}: config.json is damaged")

@@ -15,10 +15,10 @@ from ddtree.sampling.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, best_first, grow, merge, prune
 from ddtree.tree.build import ABSENT, cheapest, costs_of
+from ddtree.validation import check_whole
 
-_WIDTH = (
-    64  # prefixes expanded a level, and children of a branch's; trees of up to as many nodes are the best
-)
+# Prefixes expanded a level, and children of a branch's; trees of up to as many nodes are the best.
+_WIDTH = 64
 
 
 class D2SD(BlockDrafter):
@@ -56,10 +56,7 @@ class D2SD(BlockDrafter):
         coupling: tuple[float, float] = PLAIN,
         name: str = "d2sd",
     ) -> None:
-        if not isinstance(branches, int) or not 1 <= branches <= _WIDTH:
-            raise ConfigError(
-                f"branches={branches!r} is outside 1..{_WIDTH}: give a whole number in that range"
-            )
+        check_whole("branches", branches, 1, _WIDTH)
         if second is not None and second.feature_layers != backbone.feature_layers:
             raise ConfigError(
                 f"the second pass reads layers {list(second.feature_layers)} and the first "
@@ -70,25 +67,16 @@ class D2SD(BlockDrafter):
         self.branches = branches
         self.trees = trees
         self.max_depth = max(self.backbone.depth, self.second.depth)
-        self._backbones = [backbone] if second is None else [backbone, second]
-
-    def add_row(self) -> None:
-        for backbone in self._backbones:
-            backbone.add_row()
-
-    def drop_row(self, row: int) -> None:
-        for backbone in self._backbones:
-            backbone.drop_row(row)
-
-    def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
-        for backbone in self._backbones:
-            backbone.observe(row, features)
+        if second is not None:
+            self.backbones.append(second)
 
     def holdings(self) -> list[Holding]:
-        return [part.holding(self.branches if part is self.second else 1) for part in self._backbones]
+        """Return the contexts' caches with the most memory that they can take."""
+        return [part.holding(self.branches if part is self.second else 1) for part in self.backbones]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        """Propose a tree for each row."""
         first, bonus = self.backbone, [row.tokens[-1] for row in rows]
         widest = max(map(width_of, rows))
         if widest == 0:
@@ -110,7 +98,7 @@ class D2SD(BlockDrafter):
             return _chains(rows, bonus, marginals, points)
 
     def _best(self, backbone: Backbone, rows: list[DraftRow], states: Tensor, width: int) -> _Marginals:
-        """The likeliest tokens of the slots of blocks [R, K, L, H]."""
+        """Return the likeliest tokens of the slots of blocks [R, K, L, H]."""
         logprobs = backbone.logits(backbone.norm(states)).log_softmax(dim=-1)
         for row, own in zip(rows, logprobs, strict=True):
             self.couple(row, own)
@@ -118,7 +106,7 @@ class D2SD(BlockDrafter):
         return _Marginals(backbone.tokens(best.indices), best.values)
 
     def _points(self, rows: list[DraftRow], bonus: list[int], first: _Marginals) -> _Points | None:
-        """Where the second pass begins; None when it could begin nowhere."""
+        """Return the prefixes of the highest risk, where the second pass begins; None when there is no place for it."""
         depths = [0 if row.chain or row.budget == 0 else row.depth for row in rows]
         limit = min(first.tokens.shape[2], max(depths) - 1, self.second.depth - 1)
         if limit < 1:
@@ -128,7 +116,7 @@ class D2SD(BlockDrafter):
         if not self.trees:
             tokens, scores, budgets = tokens[:, :, :1], scores[:, :, :1], [limit] * len(rows)
         found = best_first(bonus, tokens, scores, budgets, [min(limit, max(own - 1, 0)) for own in depths])
-        # The first pass says nothing beyond its own depth: whatever comes there is an error of its.
+        # The first pass says nothing beyond its own depth: whatever comes there is its error.
         later = scores[:, 1 : limit + 1, 0]
         unsure = torch.ones(len(rows), limit, device=scores.device)
         unsure[:, : later.shape[1]] = -torch.expm1(later)
@@ -163,10 +151,11 @@ class _Passes:
         self._marginals, self._points = marginals, points
         rows = len(points.lengths)
         self._block = torch.zeros(rows, 1, dtype=torch.int64, device=points.lengths.device)
-        # Which branch points each prefix leads to.
+        # bool [R, W, K], the branch points that each prefix leads to.
         self._leads = (points.lengths > 0)[:, None]
 
     def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the children of a level's prefixes; see `ddtree.tree.Scorer`."""
         prefixes, lengths = self._points
         if depth > 1:
             self._block, self._leads = self._block.gather(1, parents), _rows_of(self._leads, parents)
@@ -179,18 +168,18 @@ class _Passes:
 
 
 def _column(bonus: list[int], like: Tensor) -> Tensor:
-    """The bonus tokens as int64 [R, K, 1]."""
+    """Return the bonus tokens as int64 [R, K, 1]."""
     own = torch.tensor(bonus, device=like.device)
     return own[:, None, None].expand(-1, like.shape[1], 1)
 
 
 def _rows_of(values: Tensor, index: Tensor) -> Tensor:
-    """values [R, n, ...] at index [R, W]: [R, W, ...]."""
+    """Return values [R, n, ...] at index [R, W]: [R, W, ...]."""
     return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
 
 
 def _joined(first: _Marginals, second: _Marginals) -> _Marginals:
-    """Blocks of both passes, as deep and wide as the larger of them."""
+    """Return the blocks of both passes, as deep and wide as the larger of them."""
     depth, width = (max(first.tokens.shape[axis], second.tokens.shape[axis]) for axis in (2, 3))
 
     def padded(part: Tensor, fill: float) -> Tensor:
@@ -210,7 +199,7 @@ def _only_first(marginals: _Marginals, rows: list[bool]) -> None:
 
 
 def _tree(rows: list[DraftRow], bonus: list[int], marginals: _Marginals, points: _Points | None) -> DraftTree:
-    """The best nodes of both passes, of each row's budget and depth."""
+    """Return the best nodes of both passes, of each row's budget and depth."""
     budgets, depths = [row.budget for row in rows], [row.depth for row in rows]
     if points is None:
         return best_first(bonus, marginals.tokens[:, 0], marginals.scores[:, 0], budgets, depths)
@@ -222,7 +211,7 @@ def _tree(rows: list[DraftRow], bonus: list[int], marginals: _Marginals, points:
 
 
 def _chains(rows: list[DraftRow], bonus: list[int], marginals: _Marginals, points: _Points) -> DraftTree:
-    """The first chain and that of each branch point, which begins as the first one, in one tree."""
+    """Return the first chain and that of each branch point, which begins as the first one, in one tree."""
     tokens, scores = marginals.tokens[..., 0], marginals.scores[..., 0]
     depth = tokens.shape[2]
     lengths = torch.nn.functional.pad(points.lengths, (1, 0))[:, :, None]
@@ -232,7 +221,7 @@ def _chains(rows: list[DraftRow], bonus: list[int], marginals: _Marginals, point
     limits = torch.tensor([row.depth for row in rows], device=tokens.device)
     beyond = torch.arange(depth, device=tokens.device) >= limits[:, None]
     scores = scores.masked_fill(beyond[:, None], float("-inf"))
-    # What is no branch point is a block without tokens.
+    # Blocks that belong to no branch point have no tokens.
     scores[:, 1:].masked_fill_((points.lengths == 0)[:, :, None], float("-inf"))
     whole = [depth] * len(rows)
     trees = [
@@ -243,7 +232,7 @@ def _chains(rows: list[DraftRow], bonus: list[int], marginals: _Marginals, point
 
 
 def _prefixes(tree: DraftTree, nodes: Tensor, length: int) -> Tensor:
-    """int64 [R, K, length]: the paths of nodes [R, K], root not included; what stands behind their ends is anything."""
+    """Return the paths of nodes [R, K] without the root: int64 [R, K, length], with any tokens behind their ends."""
     path = torch.zeros(*nodes.shape, length + 1, dtype=torch.int64, device=nodes.device)
     for _ in range(length):
         depths, tokens = tree.depths.gather(1, nodes), tree.tokens.gather(1, nodes)

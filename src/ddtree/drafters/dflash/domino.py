@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ddtree.drafters import DraftRow
-from ddtree.drafters.dflash import heads as domino
 from ddtree.drafters.dflash.backbone import Backbone, HeadDrafter, width_of
-from ddtree.drafters.dflash.heads import Trunk
+from ddtree.drafters.dflash.heads import BackboneParts, DominoHead
 from ddtree.errors import ConfigError
 from ddtree.sampling.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, DraftTree, grow, prune
+from ddtree.validation import check_whole
 
 _TINY = 1e-30
 
@@ -25,7 +27,7 @@ class Domino(HeadDrafter):
     best `width` prefixes, whatever their parents, take one batched step, and the best nodes of all levels by
     log-probability + beta * depth fill the budget. A chain is the tree of width 1.
 
-    Only the backbone's `candidates` likeliest tokens of a depth are corrected one by one. The others stand together
+    Only the backbone's `candidates` likeliest tokens of a depth are corrected one by one. The others count together
     as one more candidate, of their summed probability and with their mean row of the head's outer weights, so that
     log-probabilities are normalised over the whole vocabulary, to first order, and are comparable between branches
     and with other drafters' trees. (DARTree normalises over the candidates alone, which makes every branch look
@@ -34,7 +36,7 @@ class Domino(HeadDrafter):
     Args:
         backbone: the network over the rows' contexts.
         head: made for it; moved to its device and dtype.
-        beta: at most 0, added once a level when the tree is pruned: how much less than its word a deep node is worth.
+        beta: at most 0, added once a level when the tree is pruned: a deep node is worth less than its score.
         width: prefixes expanded a level, 1..1024.
         candidates: tokens of a depth that are corrected one by one, 1..1024.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise. Candidates are
@@ -47,7 +49,7 @@ class Domino(HeadDrafter):
     def __init__(
         self,
         backbone: Backbone,
-        head: domino.Domino,
+        head: DominoHead,
         *,
         beta: float = 0.0,
         width: int = 12,
@@ -55,11 +57,8 @@ class Domino(HeadDrafter):
         coupling: tuple[float, float] = PLAIN,
         name: str = "domino",
     ) -> None:
-        for key, value in {"width": width, "candidates": candidates}.items():
-            if not isinstance(value, int) or not 1 <= value <= MAX_BUDGET:
-                raise ConfigError(
-                    f"{key}={value!r} is outside 1..{MAX_BUDGET}: give a whole number in that range"
-                )
+        check_whole("width", width, 1, MAX_BUDGET)
+        check_whole("candidates", candidates, 1, MAX_BUDGET)
         if not float("-inf") < beta <= 0:
             raise ConfigError(
                 f"beta={beta!r} is not a finite number of at most 0: it is a penalty for each level"
@@ -78,6 +77,7 @@ class Domino(HeadDrafter):
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        """Propose a tree for each row."""
         backbone, bonus = self.backbone, [row.tokens[-1] for row in rows]
         most = max(map(width_of, rows))
         if most == 0:
@@ -93,7 +93,7 @@ class Domino(HeadDrafter):
             return prune(tree, budgets, self.beta, depths)
 
     def _paths(self, rows: list[DraftRow], states: Tensor, most: int) -> _Paths:
-        """What the head needs of states [R, L, H], of which trees take at most so many children of a prefix."""
+        """Return a scorer of the paths over states [R, L, H]; trees take at most `most` children of a prefix."""
         backbone, head = self.backbone, self.head
         normed = backbone.norm(states)
         logprobs = backbone.logits(normed).log_softmax(dim=-1)
@@ -113,7 +113,7 @@ class Domino(HeadDrafter):
             backbone.tokens(best.indices),
             torch.cat([best.values, mass.log()], dim=2),
             weights,
-            most,
+            min(most, best.indices.shape[2]),
             torch.tensor([row.chain for row in rows], device=backbone.device),
         )
 
@@ -134,47 +134,45 @@ class Domino(HeadDrafter):
         )
 
 
+@dataclass
 class _Paths:
-    """A `Scorer` of paths; carries the head's state of each branch.
+    """A `Scorer` of paths, which carries the head's state of each branch.
 
-    Args:
+    Attributes:
+        head, backbone: the networks.
         inner: [R, L, rank], of the slots.
         tokens: int64 [R, L, C], the target's ids of the candidates.
         base: float32 [R, L, C + 1], their log-probabilities before correction, and that of all other tokens.
         outer: [R, L, C + 1, rank], rows of the head's outer weights.
-        most: children of a prefix that are of use.
+        most: children of a prefix that are of use, at most C.
         chains: bool [R], rows that take one child only.
+        state: [R, W, gru_hidden], of the last level's prefixes.
     """
 
-    def __init__(
-        self,
-        head: domino.Domino,
-        trunk: Trunk,
-        inner: Tensor,
-        tokens: Tensor,
-        base: Tensor,
-        outer: Tensor,
-        most: int,
-        chains: Tensor,
-    ) -> None:
-        self._head, self._trunk = head, trunk
-        self._inner, self._tokens, self._base, self._outer = inner, tokens, base, outer
-        self._most, self._chains = min(most, tokens.shape[2]), chains
-        self._state = inner
+    head: DominoHead
+    backbone: BackboneParts
+    inner: Tensor
+    tokens: Tensor
+    base: Tensor
+    outer: Tensor
+    most: int
+    chains: Tensor
+    state: Tensor | None = None
 
     def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        head, level = self._head, depth - 1
-        if level == 0:
-            self._state = head.start(self._trunk, tokens)
+        """Return the children of a level's prefixes; see `ddtree.tree.Scorer`."""
+        head, level = self.head, depth - 1
+        if self.state is None:
+            self.state = head.start(self.backbone, tokens)
         else:
-            before = self._state.gather(1, parents[:, :, None].expand(-1, -1, head.gru_hidden))
-            self._state = head.step(self._trunk, before, tokens)
-        scores = self._base[:, None, level].expand(-1, tokens.shape[1], -1)
+            before = self.state.gather(1, parents[:, :, None].expand(-1, -1, head.gru_hidden))
+            self.state = head.step(self.backbone, before, tokens)
+        scores = self.base[:, None, level].expand(-1, tokens.shape[1], -1)
         if depth > head.pure_prefix:
-            hidden = head.hidden(self._inner[:, None, level], self._state)
-            scores = (scores + hidden @ self._outer[:, level].transpose(1, 2)).log_softmax(dim=-1)
-        best = scores[:, :, :-1].topk(self._most, dim=-1)
-        if self._most > 1:
-            best.values[:, :, 1:].masked_fill_(self._chains[:, None, None], float("-inf"))
-        candidates = self._tokens[:, None, level].expand(-1, tokens.shape[1], -1)
+            hidden = head.hidden(self.inner[:, None, level], self.state)
+            scores = (scores + hidden @ self.outer[:, level].transpose(1, 2)).log_softmax(dim=-1)
+        best = scores[:, :, :-1].topk(self.most, dim=-1)
+        if self.most > 1:
+            best.values[:, :, 1:].masked_fill_(self.chains[:, None, None], float("-inf"))
+        candidates = self.tokens[:, None, level].expand(-1, tokens.shape[1], -1)
         return candidates.gather(2, best.indices), best.values

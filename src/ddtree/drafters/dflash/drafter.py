@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ddtree.drafters import DraftRow
-from ddtree.drafters.dflash import checkpoint
 from ddtree.drafters.dflash.backbone import Backbone, BlockDrafter, width_of
+from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN
 from ddtree.stats import Clock
@@ -24,6 +24,10 @@ class DFlash(BlockDrafter):
         backbone: the network over the rows' contexts.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
 
+    Attributes:
+        trace: called with each row and its marginals' log-probabilities [L, Vd] before coupling; they are overwritten
+            afterwards, so keep a copy.
+
     Raises:
         ConfigError: beta or kappa is out of range.
     """
@@ -33,26 +37,25 @@ class DFlash(BlockDrafter):
     ) -> None:
         super().__init__(backbone, name, coupling)
         self.trace: Callable[[DraftRow, Tensor], None] | None = None
-        """Called with each row and its marginals' log-probabilities [L, Vd] before coupling; they are overwritten
-        afterwards, so keep a copy."""
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        backbone = self.backbone
-        bonus, depths = [row.tokens[-1] for row in rows], [row.depth for row in rows]
+        """Propose a tree for each row."""
+        bonus = [row.tokens[-1] for row in rows]
         widest = max(map(width_of, rows))
         if widest == 0:
-            return DraftTree.root(bonus, backbone.device)
+            return DraftTree.root(bonus, self.backbone.device)
         tokens, scores = self.candidates(rows, widest)
         with clock("build"):
             for index, row in enumerate(rows):
                 if row.chain:
                     scores[index, :, 1:] = float("-inf")
-            return best_first(bonus, tokens, scores, [row.budget for row in rows], depths)
+            budgets, depths = [row.budget for row in rows], [row.depth for row in rows]
+            return best_first(bonus, tokens, scores, budgets, depths)
 
     @torch.inference_mode()
     def candidates(self, rows: list[DraftRow], width: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens int64 [R, L, C <= width] of each depth, best first, and their log-probabilities.
+        """Return the likeliest tokens int64 [R, L, C <= width] of each depth, best first, and their log-probabilities.
 
         Those of sampling rows are their chances under the row's noise, as coupled.
         """
@@ -60,20 +63,20 @@ class DFlash(BlockDrafter):
         states = backbone.states([row.tokens[-1] for row in rows], max(row.depth for row in rows))
         logits, count = backbone.logits(backbone.norm(states)), min(width, backbone.size)
         if self.trace is None and not any(map(self.couples, rows)):
+            # One pass less over the scores of the whole vocabulary than below.
             best = logits.topk(count, dim=-1)
             return backbone.tokens(best.indices), best.values - logits.logsumexp(dim=-1, keepdim=True)
         logprobs = logits.log_softmax(dim=-1)
-        if self.trace is not None:
-            for row, own in zip(rows, logprobs, strict=True):
-                self.trace(row, own)
         for row, own in zip(rows, logprobs, strict=True):
+            if self.trace is not None:
+                self.trace(row, own)
             self.couple(row, own)
         best = logprobs.topk(count, dim=-1)
         return backbone.tokens(best.indices), best.values
 
 
-def backbone_of(found: checkpoint.DFlashCheckpoint, target: Target) -> Backbone:
-    """A checkpoint's network over a target that it fits."""
+def backbone_of(found: DFlashCheckpoint, target: Target) -> Backbone:
+    """Return a checkpoint's network over a target that it fits."""
     return Backbone(
         found.network(),
         target,
@@ -85,7 +88,7 @@ def backbone_of(found: checkpoint.DFlashCheckpoint, target: Target) -> Backbone:
 
 
 def _own(weight: Tensor | None, module: torch.nn.Module) -> Tensor | None:
-    """A checkpoint's copy of the target's weights is not kept beside them."""
+    """Return a checkpoint's weight, or None where it is a copy of the target's."""
     theirs = cast(Tensor, module.weight)
     if weight is not None and torch.equal(weight.to(theirs.device, theirs.dtype), theirs):
         return None

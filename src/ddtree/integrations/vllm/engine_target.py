@@ -1,24 +1,27 @@
-"""The engine's model as drafters see a target."""
+"""vLLM's model as drafters see a target."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddtree.errors import UnsupportedModelError
+from ddtree.model.architectures import eos_ids
+from ddtree.model.protocol import TargetWeights
 
 
-class EngineTarget:
-    """What drafters ask of a target: sizes, embedding and head. Passes are the engine's own affair.
+class EngineTarget(TargetWeights):
+    """Sizes, embedding and head of vLLM's model, for drafters. vLLM itself runs the forward passes.
 
     Args:
-        model: as the engine loaded it, whole on this device.
-        model_config: the engine's.
+        model: as vLLM loaded it, whole on this device.
+        model_config: vLLM's `ModelConfig`.
 
     Raises:
-        UnsupportedModelError: the model keeps its embedding or head where they are not found.
+        UnsupportedModelError: the model's embedding is at no known place.
     """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
@@ -32,16 +35,24 @@ class EngineTarget:
         # With tied weights some models keep no head of their own.
         if getattr(head, "weight", None) is None:
             head = embedding
-        self.embed = Weights(embedding, self.vocab_size)
-        self.head = Weights(head, self.vocab_size)
+        self.embed = VocabularyWeights(embedding, self.vocab_size)
+        self.head = VocabularyWeights(head, self.vocab_size)
         self.device: torch.device = self.embed.weight.device
         self.dtype: torch.dtype = self.embed.weight.dtype
-        self.eos_ids = _eos_ids(model_config)
         self.tokenizer = _tokenizer(model_config)
+        generation = SimpleNamespace(**model_config.try_get_generation_config())
+        self.eos_ids = eos_ids(
+            SimpleNamespace(config=self.config, generation_config=generation), self.tokenizer
+        )
 
 
-class Weights(nn.Module):
-    """The rows of an embedding or head that stand for tokens; shares memory with the engine's."""
+class VocabularyWeights(nn.Module):
+    """The rows of an embedding or head that belong to tokens, without vLLM's padding; shares memory with vLLM's.
+
+    Args:
+        module: has `weight`, [padded V, H], and perhaps `bias`.
+        vocab_size: V, e.g. 49152.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -53,6 +64,7 @@ class Weights(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.data[:vocab_size])
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., V] of hidden states [..., H]."""
         return nn.functional.linear(hidden, self.weight, self.bias)
 
 
@@ -67,17 +79,8 @@ def _embedding(model: nn.Module) -> Any:
     )
 
 
-def _eos_ids(model_config: Any) -> frozenset[int]:
-    found: set[int] = set()
-    for source in (model_config.try_get_generation_config(), vars(model_config.hf_text_config)):
-        value = source.get("eos_token_id")
-        if value is not None:
-            found |= {value} if isinstance(value, int) else set(value)
-    return frozenset(found)
-
-
 def _tokenizer(model_config: Any) -> Any:
-    """None where the engine runs on token ids alone."""
+    """Return the tokenizer, or None where the engine runs on token ids alone."""
     if model_config.skip_tokenizer_init:
         return None
     from vllm.tokenizers import cached_tokenizer_from_config

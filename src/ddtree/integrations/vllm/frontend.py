@@ -1,127 +1,165 @@
-"""What vLLM's HTTP server lacks for drafting: `ddtree` in requests, and counters. Named to it by `--middleware`.
+"""Requests on their way into vLLM: `ddtree` in HTTP bodies, what is refused with 400, and the counters' route.
 
 vLLM's requests have a place for what extensions need, `vllm_xargs`, which takes no objects, and its sampling refuses
-`min_p` and `logit_bias` beside any drafting. So these fields move there as JSON text, and `admission` reads them.
+`min_p` and `logit_bias` beside any drafting. So the middleware moves these fields there as JSON text. It checks them
+too: a stream has begun its answer by the time vLLM checks a request.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from ddtree.errors import ConfigError
-from ddtree.integrations.vllm import counters, requests
-from ddtree.integrations.vllm.settings import KEY
+from ddtree.integrations.vllm.settings import (
+    COUNTERS_METHOD,
+    DRAFTING_FAILED,
+    KEY,
+    MOVED_FIELDS,
+    RequestFields,
+    refused_field,
+    sampling_params,
+)
 from ddtree.sampling.params import SamplingParams, check_vocabulary
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+try:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+except ImportError:
+    # The middleware needs nothing of vLLM.
+    LogitsProcessor = object
+
+Counts = Mapping[str, float | Mapping[str, float]]
 
 METRICS = "/ddtree/metrics"
-ARGUMENTS = "vllm_xargs"
+_ARGUMENTS = "vllm_xargs"
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend")
-_MOVED = (KEY, *requests.SAMPLED_HERE)
-_LOOKED_AT = (*_MOVED, *_GUIDED)
+_MOVED = (KEY, *MOVED_FIELDS)
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Help and, where there is one, the label of each counter.
+_METRICS = {
+    "steps": ("Verifications of a request, drafted for or not.", None),
+    "drafted_steps": ("Verifications of a request that had drafted nodes.", None),
+    "nodes": ("Drafted nodes verified; all branches of a tree count.", None),
+    "accepted": ("Drafted nodes accepted.", None),
+    "accepted_per_depth": ("Accepted nodes by their depth in the tree.", "depth"),
+    "arms": ("Verifications of a request by the way it was drafted for.", "arm"),
+    "seconds": ("Where the worker's time went.", "part"),
+    DRAFTING_FAILED: ("Engines in which drafting has failed, and is off.", None),
+}
 
 
-class Refusal(Exception):
+class RequestCheck(LogitsProcessor):
+    """Refuses requests that cannot be kept exact. vLLM calls `validate_params` of its logits processors for each one.
+
+    It processes no logits and is never instantiated: the worker takes it off its config before a batch is made.
+    """
+
+    @classmethod
+    def validate_params(cls, params: Any) -> None:
+        """Raise VLLMValidationError, which names the field, for a request that cannot be kept exact."""
+        refused = refused_field(params)
+        if refused is not None:
+            raise VLLMValidationError(refused[1], parameter=refused[0])
+        try:
+            sampling_params(params, RequestFields.read(params.extra_args))
+        except ConfigError as error:
+            names = (*params.__struct_fields__, "method", "budget", "depth")
+            raise VLLMValidationError(str(error), parameter=_named_in(str(error), names)) from error
+
+
+class FieldError(Exception):
     """A request that gets 400.
 
     Args:
         message: one line for people.
-        param: the field at fault.
+        field: the field at fault.
     """
 
-    def __init__(self, message: str, param: str) -> None:
+    def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
-        self.param = param
+        self.field = field
 
 
 class Middleware:
     """ASGI middleware of vLLM's server.
 
-    vLLM puts it before its own, that which checks keys included. So a body is looked at only once it is asked for: what
-    vLLM refuses without reading it, a request without a key or for an unknown path, is vLLM's to answer.
+    vLLM puts it before its own, before the check of keys too. So a body is read only when the app asks for it: vLLM
+    answers by itself what it refuses without reading, such as a request without a key or for an unknown path.
 
     Args:
-        app: what it stands before.
+        app: the server without it.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        if scope["method"] == "GET" and scope["path"] == METRICS:
-            text = counters.text(await counters.gather(scope["app"].state.engine_client))
-            return await _answer(send, 200, text.encode(), counters.CONTENT_TYPE)
-        if scope["method"] != "POST" or not _is_json(scope):
-            return await self.app(scope, receive, send)
+        """Answer for the counters' route, translate bodies that are JSON, and pass on everything else."""
+        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == METRICS:
+            counts = await gather(scope["app"].state.engine_client)
+            await Response(metrics_text(counts), media_type=_METRICS_TYPE)(scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "POST" and _is_json(scope):
+            await self._translated(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _translated(self, scope: Scope, receive: Receive, send: Send) -> None:
+        read = False
+        refused: FieldError | None = None
+
+        async def receive_translated() -> Message:
+            """Return the whole body at once, and then what follows it, such as that the client has left."""
+            nonlocal read, refused
+            parts: list[bytes] = []
+            while not read:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return message
+                parts.append(message.get("body", b""))
+                read = not message.get("more_body", False)
+            if not parts:
+                return await receive()
+            try:
+                body = translate(b"".join(parts), _vocabulary(scope))
+            except FieldError as error:
+                refused = error
+                raise
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send_unless_refused(message: Message) -> None:
+            if refused is None:
+                await send(message)
+
         # The length is another one where fields move.
         headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
-        exchange = _Exchange(receive, send, _vocabulary(scope))
-        with suppress(Refusal):
-            await self.app({**scope, "headers": headers}, exchange.receive, exchange.send)
-        if exchange.refusal is not None:
-            await _answer(send, 400, _error(exchange.refusal), "application/json")
-
-
-class _Exchange:
-    """A request whose body is translated when it is first asked for, and its answer.
-
-    Attributes:
-        refusal: why the body could not be translated; the app's own answer is dropped then.
-    """
-
-    def __init__(self, receive: Receive, send: Send, vocab_size: int | None) -> None:
-        self.refusal: Refusal | None = None
-        self._receive = receive
-        self._send = send
-        self._vocab_size = vocab_size
-        self._read = False
-
-    async def receive(self) -> Message:
-        """The whole body at once, then what comes after it: that the client has left. Raises Refusal."""
-        parts = []
-        while not self._read:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                return message
-            parts.append(message.get("body", b""))
-            self._read = not message.get("more_body", False)
-        if not parts:
-            return await self._receive()
-        try:
-            body = translate(b"".join(parts), self._vocab_size)
-        except Refusal as error:
-            self.refusal = error
-            raise
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(self, message: Message) -> None:
-        """Pass the app's answer on."""
-        if self.refusal is None:
-            await self._send(message)
+        with suppress(FieldError):
+            await self.app({**scope, "headers": headers}, receive_translated, send_unless_refused)
+        if refused is not None:
+            # vLLM's own form of OpenAI's errors, so that clients meet one form.
+            error = {"message": str(refused), "type": "BadRequestError", "param": refused.field, "code": 400}
+            await JSONResponse({"error": error}, 400)(scope, receive, send)
 
 
 def translate(body: bytes, vocab_size: int | None = None) -> bytes:
-    """A request's body as vLLM takes it; the same object where nothing in it concerns drafting.
+    """Return a request's body as vLLM takes it; the same object where nothing in it concerns drafting.
 
     Args:
         body: as the client sent it.
-        vocab_size: of the model; None: token ids are not checked.
+        vocab_size: of the model, e.g. 49152; None: token ids are not checked.
 
     Raises:
-        Refusal: `ddtree` is no object of known fields, a value is out of range, or a field asks for a grammar by one
+        FieldError: `ddtree` is no object of known fields, a value is out of range, or a field asks for a grammar by one
             of its former names.
     """
-    if not any(b'"%s"' % name.encode() in body for name in _LOOKED_AT):
+    if not any(b'"%s"' % name.encode() in body for name in (*_MOVED, *_GUIDED)):
         return body
     try:
         sent = json.loads(body)
@@ -131,25 +169,71 @@ def translate(body: bytes, vocab_size: int | None = None) -> bytes:
         return body
     for name in _GUIDED:
         if sent.get(name) is not None:
-            raise Refusal(f"{name}: answers cannot be held to a grammar while trees are drafted", name)
+            raise FieldError(f"{name}: answers cannot be held to a grammar while trees are drafted", name)
     moved = {name: sent.pop(name) for name in _MOVED if name in sent}
-    mine = moved.pop(KEY, None)
-    if mine is not None and not isinstance(mine, dict):
-        raise Refusal(f"{KEY} must be an object of method, budget and depth, not {mine!r}", KEY)
+    own = moved.pop(KEY, None)
+    if own is not None and not isinstance(own, dict):
+        raise FieldError(f"{KEY} must be an object of method, budget and depth, not {own!r}", KEY)
+    wanted = {**(own or {}), **{name: value for name, value in moved.items() if value is not None}}
+    text = json.dumps(wanted)
     try:
-        requests.asked({KEY: mine})
-        wanted = {**(mine or {}), **{name: value for name, value in moved.items() if value is not None}}
-        asked = requests.asked({KEY: wanted})
+        fields = RequestFields.read({KEY: text})
         if vocab_size is not None:
-            check_vocabulary(SamplingParams(logit_bias=asked.logit_bias), vocab_size)
+            check_vocabulary(SamplingParams(logit_bias=fields.logit_bias), vocab_size)
     except ConfigError as error:
-        named = requests.named_in(str(error), requests.SAMPLED_HERE)
-        raise Refusal(str(error), named or KEY) from error
-    others = {} if sent.get(ARGUMENTS) is None else sent[ARGUMENTS]
-    # What is no object is vLLM's to refuse.
+        raise FieldError(str(error), _named_in(str(error), MOVED_FIELDS) or KEY) from error
+    others = {} if sent.get(_ARGUMENTS) is None else sent[_ARGUMENTS]
+    # vLLM refuses what is no object.
     if wanted and isinstance(others, dict):
-        sent[ARGUMENTS] = {**others, KEY: json.dumps(wanted)}
+        sent[_ARGUMENTS] = {**others, KEY: text}
     return json.dumps(sent).encode()
+
+
+async def gather(engine_client: Any) -> dict[str, Any]:
+    """Return the workers' counters, summed over all engines behind a server.
+
+    Workers may live in other processes, and with data parallelism there are several engines. The ranks of one engine
+    count the same steps, so the first one's are taken.
+
+    Args:
+        engine_client: vLLM's `AsyncLLM`.
+    """
+    call = ("collective_rpc", COUNTERS_METHOD, None, (), None)
+    engines = await engine_client.engine_core.call_utility_all_async(*call)
+    return summed([workers[0] for workers in engines])
+
+
+def summed(parts: Sequence[Counts]) -> dict[str, Any]:
+    """Return counters added up by name and label."""
+    total: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, Mapping):
+                labels = total.setdefault(name, {})
+                for label, number in value.items():
+                    labels[label] = labels.get(label, 0) + number
+            else:
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def metrics_text(counts: Counts) -> str:
+    """Return counters in Prometheus' text format; those that are no metric are left out."""
+    lines = []
+    for name, (about, label) in _METRICS.items():
+        value = counts.get(name, 0)
+        state = name == DRAFTING_FAILED
+        full = f"ddtree_vllm_{name}" if state else f"ddtree_vllm_{name}_total"
+        lines += [f"# HELP {full} {about}", f"# TYPE {full} {'gauge' if state else 'counter'}"]
+        if isinstance(value, Mapping):
+            lines += [f'{full}{{{label}="{_escaped(key)}"}} {number}' for key, number in value.items()]
+        else:
+            lines.append(f"{full} {value}")
+    return "\n".join([*lines, ""])
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _vocabulary(scope: Scope) -> int | None:
@@ -158,17 +242,10 @@ def _vocabulary(scope: Scope) -> int | None:
 
 
 def _is_json(scope: Scope) -> bool:
-    kinds = [value for name, value in scope["headers"] if name.lower() == b"content-type"]
-    return any(kind.split(b";")[0].strip().lower() == b"application/json" for kind in kinds)
+    kind = Headers(scope=scope).get("content-type", "")
+    return kind.partition(";")[0].strip().lower() == "application/json"
 
 
-def _error(error: Refusal) -> bytes:
-    # vLLM's own form of OpenAI's errors, so that clients meet one form.
-    told = {"message": str(error), "type": "BadRequestError", "param": error.param, "code": 400}
-    return json.dumps({"error": told}).encode()
-
-
-async def _answer(send: Send, status: int, body: bytes, kind: str) -> None:
-    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _named_in(message: str, names: Sequence[str]) -> str | None:
+    """Return the field that an error's message names among its first words."""
+    return next((word for word in re.findall(r"\w+", message)[:8] if word in names), None)

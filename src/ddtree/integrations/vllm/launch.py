@@ -3,42 +3,74 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from ddtree.errors import ConfigError
-from ddtree.integrations.vllm import compat as versions
-from ddtree.integrations.vllm import options
-from ddtree.integrations.vllm import validate as refusals
-from ddtree.model.pretrained import read_config
+from ddtree.integrations.vllm import compat, validate
+from ddtree.integrations.vllm.settings import MIDDLEWARE, DraftingSettings, PluginSettings
+from ddtree.model.demo import NAME as DEMO
+from ddtree.model.pretrained import locate, read_config
+
+# The plugin sets these itself, here by every name that vLLM has for them; another value would take it out.
+_TAKEN = (
+    "worker-cls", "speculative-config", "sc", "spec-method", "spec-model", "spec-tokens", "additional-config",
+    "logits-processors", "async-scheduling",
+)  # fmt: skip
+_INSTEAD = {
+    "max_waiting": "give -- --max-num-queued-reqs N",
+    "max_tokens": "give -- --override-generation-config '{\"max_new_tokens\": N}'",
+    "max_n": "vLLM's environment variable VLLM_MAX_N_SEQUENCES bounds it",
+    "max_body": "put a proxy in front that bounds it",
+    "request_timeout": "put a proxy in front that bounds it",
+    "max_connections": "put a proxy in front that bounds them",
+    "allowed_host": "put a proxy in front that checks names",
+    "prefill_chunk": "give -- --max-num-batched-tokens N",
+}
+# Passed on to vLLM, or read elsewhere.
+_KNOWN = frozenset({
+    "target", "drafter", "device", "dtype", "max_context", "threads", "method", "budget", "depth", "engine", "drafting",
+    "host", "port", "name", "generation_config", "grace", "access_log", "max_rows", "kv_memory", "prefix_memory",
+    "api_key", "api_key_file", "cors_origin",
+})  # fmt: skip
+_SAME = {
+    "host": "--host",
+    "port": "--port",
+    "max_context": "--max-model-len",
+    "kv_memory": "--kv-cache-memory-bytes",
+}
 
 
 def serve(
     args: argparse.Namespace, defaults: argparse.Namespace, keys: Sequence[str], further: Sequence[str]
 ) -> int:
-    """Serve until a signal ends it.
+    """Serve until a signal ends it; return the exit code.
 
     Args:
         args: of `ddtree serve`.
-        defaults: the same where nothing was given.
-        keys: of which requests must carry one.
+        defaults: its arguments where none were given.
+        keys: API keys, of which requests must carry one.
         further: options of vLLM's own.
 
     Raises:
-        ConfigError: vLLM is missing or another release than was tested, or an option cannot be had there.
+        ConfigError: vLLM is missing or another release than was tested, or an option does not exist there.
         UnsupportedModelError: trees cannot be verified on the model in vLLM.
         CheckpointError: the model cannot be read.
     """
-    if versions.installed() is None:
-        raise ConfigError(f"--engine vllm needs vLLM: {versions.REMEDY}")
+    if compat.installed() is None:
+        raise ConfigError(f"--engine vllm needs vLLM: {compat.REMEDY}")
     drafting = args.drafting == "on"
-    line = options.flags(args, defaults, further)
+    line = command_line(args, defaults, further)
     if drafting:
-        refusals.check_model(args.target, read_config(args.target))
+        validate.check_model(args.target, read_config(args.target))
     # Before anything of vLLM is imported: it reads some of these once.
-    os.environ.update(options.environment(args))
+    os.environ.update(environment(args))
     if drafting:
-        versions.check()
+        compat.check()
     _run(line, list(keys), drafting)
     return 0
 
@@ -57,5 +89,92 @@ def _run(line: list[str], keys: list[str], drafting: bool) -> None:
         parsed.api_key = keys
     validate_parsed_serve_args(parsed)
     if drafting:
-        refusals.check_engine(vars(parsed))
+        validate.check_engine(vars(parsed))
     uvloop.run(run_server(parsed))
+
+
+def command_line(args: argparse.Namespace, defaults: argparse.Namespace, further: Sequence[str]) -> list[str]:
+    """Return vLLM's command line.
+
+    Args:
+        args: of `ddtree serve`.
+        defaults: its arguments where none were given.
+        further: options of vLLM's own, which come last and so win.
+
+    Raises:
+        ConfigError: an option has no counterpart in vLLM, or `further` sets what the plugin sets.
+    """
+    given = {name for name in vars(defaults) if getattr(args, name) != getattr(defaults, name)}
+    for name in sorted(given - _KNOWN):
+        remedy = _INSTEAD.get(name, "leave it out")
+        raise ConfigError(f"--{name.replace('_', '-')} is not for --engine vllm: {remedy}")
+    if args.device not in (None, "cpu"):
+        raise ConfigError(f"--device {args.device} is not for --engine vllm: its build decides, here the CPU")
+    line = ["--model", locate(args.target), "--served-model-name", args.name or args.target]
+    for name, flag in _SAME.items():
+        if getattr(args, name) is not None:
+            line += [flag, str(getattr(args, name))]
+    if "max_rows" in given:
+        line += ["--max-num-seqs", str(args.max_rows)]
+    line += ["--dtype", args.dtype, "--shutdown-timeout", str(int(args.grace))]
+    line += ["--generation-config", "auto" if args.generation_config == "model" else "vllm"]
+    line += ["--allowed-origins", json.dumps(args.cors_origin)]
+    line += [] if args.access_log else ["--disable-uvicorn-access-log"]
+    if args.drafting == "on":
+        return line + _plugin_flags(settings_of(args), further) + list(further)
+    for name in ("drafter", "method", "budget", "depth"):
+        if name in given:
+            raise ConfigError(f"--{name} says how to draft, and --drafting off turns it off: drop one")
+    return [*line, *further]
+
+
+def settings_of(args: argparse.Namespace) -> PluginSettings:
+    """Return the worker's settings; raise ConfigError for values out of range, or for no drafter at all."""
+    names = args.drafter or ["auto"]
+    if "auto" in names and len(names) > 1:
+        raise ConfigError("--drafter auto chooses by itself: give it alone, or name each drafter")
+    if "none" in names:
+        raise ConfigError("--drafter none drafts nothing: give --drafting off, which is plain vLLM")
+    if names == ["auto"]:
+        names = [DEMO if args.target == DEMO else "lookup"]
+    room = {} if args.budget == "auto" else {"nodes": max(1, args.budget)}
+    return PluginSettings(
+        drafter=names[0] if len(names) == 1 else names,
+        drafting=DraftingSettings(method=args.method, budget=args.budget, depth=args.depth),
+        feature_bytes=args.prefix_memory,
+        **room,
+    )
+
+
+def _plugin_flags(settings: PluginSettings, further: Sequence[str]) -> list[str]:
+    for option in further:
+        # Fields of an option that takes an object may be given one by one, after a dot.
+        written = option.partition("=")[0].partition(".")[0]
+        if option.startswith("-") and written.lstrip("-").removeprefix("no-").replace("_", "-") in _TAKEN:
+            raise ConfigError(f"{written} is set by the plugin: leave it out, or give --drafting off")
+    flags = ["--middleware", MIDDLEWARE]
+    for name, value in settings.engine_arguments().items():
+        flags += _flag(name.replace("_", "-"), value)
+    return flags
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables that vLLM's processes need and that are not set."""
+    found = {"VLLM_NO_USAGE_STATS": "1"}
+    if Path(args.target).expanduser().is_dir() or args.target == DEMO:
+        found["HF_HUB_OFFLINE"] = "1"
+    if args.threads is not None:
+        found |= {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # vLLM asks for Intel's OpenMP, which its package brings, when it drafts on a CPU.
+    library = Path(sys.prefix, "lib", "libiomp5.so")
+    if library.exists():
+        found |= {"LD_PRELOAD": str(library), "KMP_BLOCKTIME": "5"}
+    return {name: value for name, value in found.items() if name not in os.environ}

@@ -1,4 +1,4 @@
-"""The engine's model runner with draft trees: one step is verify, walk, compact, observe, draft."""
+"""vLLM's model runner with draft trees: one step is verify, walk, compact, observe, draft."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import SamplerOutput
@@ -19,16 +19,19 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from ddtree.drafters.loading import folder_of, load_drafter
 from ddtree.engine.planner import Planner
 from ddtree.errors import ConfigError, UnsupportedModelError
-from ddtree.integrations.vllm import tree_attention as attention
-from ddtree.integrations.vllm import validate as refusals
-from ddtree.integrations.vllm.drafting import Drafting
+from ddtree.integrations.vllm import tree_attention, validate
+from ddtree.integrations.vllm.drafting import DrafterRows, DraftScheduler
 from ddtree.integrations.vllm.engine_target import EngineTarget
-from ddtree.integrations.vllm.planning import Figures, Planning
-from ddtree.integrations.vllm.request_state import Reader
-from ddtree.integrations.vllm.settings import KEY, Settings
-from ddtree.integrations.vllm.timers import EngineStand, runtime
-from ddtree.integrations.vllm.trees import Nodes, Row
-from ddtree.integrations.vllm.verify import Verified, outcome, verify
+from ddtree.integrations.vllm.request_state import (
+    RequestState,
+    StepRow,
+    Verified,
+    as_scheduled,
+    sampler_output,
+    verify,
+)
+from ddtree.integrations.vllm.settings import DRAFTING_FAILED, KEY, WORKER, PluginSettings
+from ddtree.integrations.vllm.timers import EngineTimer, runtime
 from ddtree.policy import Policy, measure, memory, store
 from ddtree.policy.latency import LatencyModel
 from ddtree.stats import Clock
@@ -39,13 +42,33 @@ _LONGEST = 512
 """Tokens of context of the longest step that is timed at the start."""
 
 
+class TreeProposer:
+    """Fills the place of vLLM's proposer; `TreeRunner` drafts by itself, since a tree needs more than is passed here.
+
+    Args:
+        vllm_config: unused.
+    """
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, model: nn.Module) -> None:
+        """Do nothing: the runner loads the drafter once it has the model."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError: the engine runs with another worker than the plugin's."""
+        raise NotImplementedError(f"draft trees need worker_cls={WORKER!r}")
+
+
 class TreeRunner(CPUModelRunner):
     """vLLM's runner for CPUs, where some requests of a step bring a tree of drafted tokens.
 
-    The scheduler sees a tree as a list of draft tokens; which is whose parent stays here.
+    vLLM's scheduler sees a tree as a list of draft tokens; its shape stays here.
 
     Attributes:
-        drafting_failed: by an error; nothing is drafted from then on.
+        settings: of the plugin.
+        target: vLLM's model as drafters see it.
+        states: requests by name.
+        drafting_failed: an error has ended drafting.
 
     Raises:
         ConfigError: the engine's settings for drafting are malformed.
@@ -53,8 +76,8 @@ class TreeRunner(CPUModelRunner):
     """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        self.settings = Settings.from_dict((vllm_config.additional_config or {}).get(KEY))
-        refusals.check_plugin(vllm_config, self.settings.nodes)
+        self.settings = PluginSettings.from_dict((vllm_config.additional_config or {}).get(KEY))
+        validate.check_plugin(vllm_config, self.settings.nodes)
         config = vllm_config.model_config
         # They check requests in the front end, and would be refused beside drafting here.
         kept, config.logits_processors = config.logits_processors, None
@@ -62,42 +85,43 @@ class TreeRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         finally:
             config.logits_processors = kept
-        self.readers: dict[str, Reader] = {}
-        self._rows: list[Row] = []
+        self.states: dict[str, RequestState] = {}
+        self.drafting_failed = False
+        self._rows: list[StepRow] = []
         self._verified: dict[str, Verified] = {}
         self._started = 0.0
-        self.drafting_failed = False
-        self._remembered: Path | None = None
+        self._acceptance_file: Path | None = None
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Load the model, and then the drafter."""
         super().load_model(load_dummy_weights)
-        target = EngineTarget(self.model, self.model_config)
-        drafter = load_drafter(self.settings.named, target)  # type: ignore[arg-type]
+        self.target = EngineTarget(self.model, self.model_config)
+        drafter = load_drafter(self.settings.drafter, self.target)  # type: ignore[arg-type]
         if drafter is None:
             raise ConfigError("drafter='none' drafts nothing: run vLLM without ddtree's worker instead")
-        self.target = target
         if drafter.feature_layers:
-            self._ask_for_features(drafter.feature_layers)
-        clock = Clock()
-        self.planner = Planner(target, drafter, clock)
-        self.drafting = Drafting(drafter, self.settings.feature_bytes)
-        self.planning = Planning(
-            self.drafting.rows, self.planner, clock, self.settings.nodes, self.max_num_tokens
+            self._capture_features(drafter.feature_layers)
+        self._clock = Clock()
+        self._planner = Planner(self.target, drafter, self._clock)
+        self._drafter_rows = DrafterRows(drafter, self.settings.feature_bytes)
+        self._scheduler = DraftScheduler(
+            self._drafter_rows.rows, self._planner, self._clock, self.settings.nodes, self.max_num_tokens
         )
 
-    def _ask_for_features(self, layers: Sequence[int]) -> None:
+    def _capture_features(self, layers: Sequence[int]) -> None:
         if not supports_eagle3(self.model):
             raise UnsupportedModelError(
                 f"vLLM's {type(self.model).__name__} does not give the outputs of its layers, which "
                 f"{self.settings.drafter} drafts from: draft with lookup or draft:MODEL"
             )
-        # vLLM counts from the embedding: what follows layer i has number i + 1.
+        # vLLM counts from the embedding: the output of layer i has number i + 1.
         wanted = sorted({layer + 1 for layer in layers})
         self.model.set_aux_hidden_state_layers(tuple(wanted))
         self.use_aux_hidden_state_outputs = True
-        self._columns = [wanted.index(layer + 1) for layer in layers]
+        self._feature_columns = [wanted.index(layer + 1) for layer in layers]
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Make the cache; raise UnsupportedModelError unless trees can be verified on it."""
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UnsupportedModelError(
                 "this model has several kinds of attention state, and trees are verified on full attention alone: "
@@ -105,138 +129,138 @@ class TreeRunner(CPUModelRunner):
             )
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         isa = self.attn_groups[0][0].get_metadata_builder().isa
-        attention.check_layout(self.kv_caches[0], isa)
+        tree_attention.check_layout(self.kv_caches[0], isa)
 
-    def prepare(self) -> None:
-        """Measure what steps cost, where requests leave something to decide by it; everything must be loaded."""
+    def calibrate(self) -> None:
+        """Measure the cost of steps where requests leave a decision to the policy; everything must be loaded."""
         drafting = self.settings.drafting
         if drafting.method == "off" or "auto" not in (drafting.method, drafting.budget):
             return
-        drafter = self.drafting.drafter
-        wanted = {**store.key(self.target, drafter), "runtime": runtime(self.vllm_config)}
+        key = {**store.key(self.target, self._drafter_rows.drafter), "runtime": runtime(self.vllm_config)}
         # Short contexts, or little memory: budgets are fixed ones then.
         with suppress(ConfigError):
-            latency = store.obtain(wanted, self._measure)
-            self.planner.policy = Policy(latency, memory.recall(wanted, folder_of(self.settings.named)))
-            self._remembered = memory.cached(wanted)
-        self.planning.figures = Figures()
-
-    def remember(self) -> None:
-        """Keep what was learnt of the drafter's acceptance for the next time, where it can be written."""
-        if self._remembered is not None and self.planner.policy is not None:
-            with suppress(ConfigError):
-                memory.save(self._remembered, self.planner.policy.acceptance)
+            latency = store.obtain(key, self._measure)
+            learnt = memory.recall(key, folder_of(self.settings.drafter))
+            self._planner.policy = Policy(latency, learnt)
+            self._acceptance_file = memory.cached(key)
+        self._scheduler.reset_counters()
 
     def _measure(self) -> LatencyModel:
-        drafter, rows = self.drafting.drafter, min(self.max_num_reqs, 4)
+        drafter, rows = self._drafter_rows.drafter, min(self.max_num_reqs, 4)
         width = len(drafter.feature_layers) * self.target.hidden_size
-        with closing(EngineStand(self, _LONGEST, rows, width)) as stand:
-            widest = min(self.settings.nodes + 1, self.max_num_tokens // rows)
-            return measure.quick_on(stand, drafter, self.target, rows=rows, widest=widest)
+        widest = min(self.settings.nodes + 1, self.max_num_tokens // rows)
+        with closing(EngineTimer(self, _LONGEST, rows, width)) as timer:
+            return measure.quick_on(timer, drafter, self.target, rows=rows, widest=widest)
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self._started = time.perf_counter()
-        return super().execute_model(*args, **kwargs)
+    def save_acceptance(self) -> None:
+        """Save what was learnt of the drafter's acceptance for the next start, where it can be written."""
+        if self._acceptance_file is not None and self._planner.policy is not None:
+            with suppress(ConfigError):
+                memory.save(self._acceptance_file, self._planner.policy.acceptance)
 
-    def _update_states(self, scheduler_output: Any) -> Any:
-        with self._guarded():
-            for name in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
-                if name in self.readers and not self.drafting_failed:
-                    self.drafting.leave(self.readers[name])
-        for name in scheduler_output.finished_req_ids:
-            self.readers.pop(name, None)
-        later = super()._update_states(scheduler_output)
-        for name in self.input_batch.req_ids:
-            state = self.requests[name]
-            reader = self.readers.get(name)
-            if reader is None:
-                reader = self.readers[name] = Reader(
-                    name, state, self.settings, self.target.vocab_size, self.planner
-                )
-            reader.follow(state)
-            if reader.drafts and not self.drafting_failed:
-                with self._guarded():
-                    self.drafting.known(reader, state.num_computed_tokens)
-        return later
+    def counters(self) -> dict[str, Any]:
+        """Return the counters as plain JSON values."""
+        return {**self._scheduler.counters.as_dict(), DRAFTING_FAILED: int(self.drafting_failed)}
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """An error in drafting would end the engine; without drafts it goes on, and its texts are the same."""
+        """Turn drafting off where it fails: an error would end the engine, and texts are the same without drafts."""
         try:
             yield
         except Exception:
             logger.exception("Drafting has failed, and is off from now on.")
             self.drafting_failed = True
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a step's tokens."""
+        self._started = time.perf_counter()
+        return super().execute_model(*args, **kwargs)
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        finished = scheduler_output.finished_req_ids
+        with self._guarded():
+            for name in (*finished, *(scheduler_output.preempted_req_ids or ())):
+                if name in self.states and not self.drafting_failed:
+                    self._drafter_rows.drop(self.states[name])
+        for name in finished:
+            self.states.pop(name, None)
+        later = super()._update_states(scheduler_output)
+        for name in self.input_batch.req_ids:
+            record = self.requests[name]
+            if name not in self.states:
+                self.states[name] = RequestState(
+                    name, record, self.settings, self.target.vocab_size, self._planner
+                )
+            state = self.states[name]
+            state.synchronize(record)
+            if state.drafts and not self.drafting_failed:
+                with self._guarded():
+                    self._drafter_rows.resume(state, record.num_computed_tokens)
+        return later
+
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self._rows = self._lay_out(scheduler_output, num_scheduled_tokens)
+        self._rows = self._step_rows(scheduler_output.scheduled_spec_decode_tokens, num_scheduled_tokens)
         for row in self._rows:
             if row.branched:
-                self.positions[row.start : row.start + len(row.nodes)] = _positions(row)
+                self.positions[row.start : row.start + row.size] = _positions(row)
         # The scheduler may fill a step up with tokens that are none.
         self.input_ids.cpu[: int(num_scheduled_tokens.sum())].clamp_(min=0)
         return result
 
-    def _lay_out(self, scheduler_output: Any, scheduled: Any) -> list[Row]:
+    def _step_rows(self, drafted_tokens: dict[str, list[int]], scheduled: Any) -> list[StepRow]:
         ends = np.cumsum(scheduled).tolist()
         rows, logits = [], 0
         for index, name in enumerate(self.input_batch.req_ids):
-            drafted = scheduler_output.scheduled_spec_decode_tokens.get(name, ())
-            reader, count = self.readers[name], len(drafted) + 1
-            base = int(self.input_batch.num_computed_tokens_cpu[index]) + int(scheduled[index]) - count
-            nodes = Nodes.chain([reader.tokens[-1], *drafted])
-            if reader.drafted is not None and base == len(reader.tokens) - 1 and scheduled[index] == count:
-                nodes = reader.drafted.as_scheduled(reader.tokens[-1], drafted)
-            rows.append(Row(index, ends[index] - count, logits, base, nodes))
-            logits += count
+            drafted = drafted_tokens.get(name, [])
+            state, size = self.states[name], len(drafted) + 1
+            base = int(self.input_batch.num_computed_tokens_cpu[index]) + int(scheduled[index]) - size
+            # A step with other tokens before the drafted ones is a prompt's.
+            decodes = base == len(state.tokens) - 1 and scheduled[index] == size
+            tree = as_scheduled(state.drafted if decodes else None, state.tokens[-1], drafted)
+            rows.append(StepRow(state, index, ends[index] - size, logits, base, tree))
+            logits += size
         return rows
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
         branched = [row for row in self._rows if row.branched]
         if branched:
-            size = self.kv_caches[0].shape[2]
-            shared = attention.with_trees(next(iter(metadata.values())), branched, len(self._rows), size)
+            block_size = self.kv_caches[0].shape[2]
+            shared = tree_attention.with_trees(
+                next(iter(metadata.values())), branched, len(self._rows), block_size
+            )
             metadata = dict.fromkeys(metadata, shared)
         return metadata, common
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
-        now = time.perf_counter()
-        self.planning.clock("verify", now - self._started)
-        verified, moves = [], []
-        self._verified = {}
-        for row in self._rows:
-            name = self.input_batch.req_ids[row.index]
-            if self.discard_request_mask.np[row.index]:
-                # A prompt that is not through; the engine drops what is sampled for it.
-                verified.append(Verified([0], [0]))
-                continue
-            own = logits[row.logits : row.logits + len(row.nodes)]
-            reader = self.readers[name]
-            room = self.max_model_len - len(reader.tokens)
-            found = self._verified[name] = verify(reader, row.nodes, own, room)
-            verified.append(found)
-            moves += [
-                (row.start + node, row.start + place)
-                for place, node in enumerate(found.path)
-                if node != place
-            ]
-        self._compact(moves)
-        count = self.input_batch.sampling_metadata.max_num_logprobs
-        tokens, logprobs = outcome(verified, [row.logits for row in self._rows], logits, count, self.sampler)
-        self.planning.clock("walk", time.perf_counter() - now)
+        self._clock.seconds["verify"] += time.perf_counter() - self._started
+        with self._clock("walk"):
+            # A prompt that is not through chooses nothing: vLLM drops what it is given there.
+            rows = [row for row in self._rows if not self.discard_request_mask.np[row.index]]
+            self._verified = verify(rows, logits, self.max_model_len) if rows else {}
+            dropped = Verified([0], [0])
+            verified = [self._verified.get(row.state.name, dropped) for row in self._rows]
+            self._compact(verified)
+            count = self.input_batch.sampling_metadata.max_num_logprobs
+            starts = [row.logits for row in self._rows]
+            tokens, logprobs = sampler_output(verified, starts, logits, count, self.sampler)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
-    def _compact(self, moves: list[tuple[int, int]]) -> None:
-        """Put keys and values of accepted nodes into the slots after the root's, where the scheduler expects them."""
-        if not moves:
-            return
-        slots = self.input_batch.block_table[0].slot_mapping.gpu
-        sources, targets = (slots[list(places)].to(torch.int64) for places in zip(*moves, strict=True))
-        for kv_cache in self.kv_caches:
-            attention.move(kv_cache, sources, targets)
+    def _compact(self, verified: Sequence[Verified]) -> None:
+        """Put keys and values of accepted nodes into the slots after the root's, where vLLM expects them."""
+        moves = [
+            (row.start + node, row.start + place)
+            for row, found in zip(self._rows, verified, strict=True)
+            for place, node in enumerate(found.path)
+            if node != place
+        ]
+        if moves:
+            slots = self.input_batch.block_table[0].slot_mapping.gpu
+            sources, targets = slots[torch.tensor(moves)].to(torch.int64).unbind(dim=1)
+            for kv_cache in self.kv_caches:
+                tree_attention.move(kv_cache, sources, targets)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # Trees are cut to the room there is, request by request.
@@ -252,50 +276,43 @@ class TreeRunner(CPUModelRunner):
         aux_hidden_states: list[Tensor] | None,
         *args: Any,
     ) -> list[list[int]]:
-        readers = [self.readers[name] for name in self.input_batch.req_ids]
+        """Return the drafted tokens of each request, after the drafter has taken in what was accepted."""
         drafted: dict[str, list[int]] = {}
         if not self.drafting_failed:
             with self._guarded():
-                started = time.perf_counter()
-                self._observe(aux_hidden_states)
-                self.planning.clock("commit", time.perf_counter() - started)
-                drafted = self.planning.draft(readers, self._rows, self._verified)
-        for reader in readers:
-            if reader.name not in drafted:
-                reader.drafted = None
-        return [drafted.get(reader.name, []) for reader in readers]
-
-    def _observe(self, states: list[Tensor] | None) -> None:
-        """Tell the drafter what was committed, with the features of the accepted paths in their order."""
+                with self._clock("commit"):
+                    self._observe(aux_hidden_states)
+                drafted = self._scheduler.draft(self._rows, self._verified)
         for row in self._rows:
-            name = self.input_batch.req_ids[row.index]
-            reader = self.readers[name]
-            if not reader.drafts:
+            if row.state.name not in drafted:
+                row.state.drafted = None
+        return [drafted.get(row.state.name, []) for row in self._rows]
+
+    def _observe(self, layer_outputs: list[Tensor] | None) -> None:
+        """Pass on to the drafter what was committed, with the features of the accepted paths in their order."""
+        for row in self._rows:
+            if not row.state.drafts:
                 continue
-            found = self._verified.get(name)
+            verified = self._verified.get(row.state.name)
             first = int(self.input_batch.num_computed_tokens_cpu[row.index])
-            before = row.base - first
-            places = list(range(row.start - before, row.start))
-            places += [row.start] if found is None else _accepted(row, found)
-            self.drafting.observe(reader, first, len(places), self._features(states, places))
-            if found is not None:
-                self.drafting.join(reader)
+            places = list(range(row.start - (row.base - first), row.start))
+            places += [row.start] if verified is None else _accepted(row, verified)
+            self._drafter_rows.observe(row.state, first, len(places), self._features(layer_outputs, places))
+            if verified is not None:
+                self._drafter_rows.add(row.state)
 
-    def _features(self, states: list[Tensor] | None, places: list[int]) -> Tensor | None:
-        """[len(places), F * H]: the outputs of the layers that the drafter asks for, side by side."""
-        if not states or not self.drafting.drafter.feature_layers:
+    def _features(self, layer_outputs: list[Tensor] | None, places: list[int]) -> Tensor | None:
+        """Return features [len(places), F * H]: the outputs of the layers that the drafter reads, side by side."""
+        if not layer_outputs or not self._drafter_rows.drafter.feature_layers:
             return None
-        at: Any = torch.tensor(places)
-        if places == list(range(places[0], places[0] + len(places))):
-            at = slice(places[0], places[0] + len(places))
-        return torch.cat([states[column][at] for column in self._columns], dim=-1)
+        return torch.cat([layer_outputs[column][places] for column in self._feature_columns], dim=-1)
 
 
-def _positions(row: Row) -> Tensor:
-    """Absolute positions [N] of a tree's nodes."""
-    return torch.tensor(row.nodes.depths) + row.base
+def _positions(row: StepRow) -> Tensor:
+    """Return the absolute positions [N] of a tree's nodes."""
+    return row.tree.depths[0] + row.base
 
 
-def _accepted(row: Row, found: Verified) -> list[int]:
-    """Places of a row's accepted nodes among the step's tokens, in the order of its text."""
-    return [row.start + node for node in found.path]
+def _accepted(row: StepRow, verified: Verified) -> list[int]:
+    """Return the places of a row's accepted nodes among the step's tokens, in the order of its text."""
+    return [row.start + node for node in verified.path]

@@ -1,4 +1,4 @@
-"""Attention of draft trees over the engine's paged keys and values, beside the stock kernel for all other rows.
+"""Attention of draft trees over vLLM's paged keys and values, beside the stock kernel for all other rows.
 
 A tree's nodes lie in consecutive slots of the cache, at positions by depth, and each sees the committed tokens and its
 own ancestors. The stock CPU kernel takes no mask, so rows with trees are computed here, from one mask a step.
@@ -12,50 +12,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from vllm import _custom_ops as ops
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from ddtree.errors import UnsupportedModelError
-from ddtree.integrations.vllm.trees import Row
+from ddtree.integrations.vllm.request_state import StepRow
+from ddtree.model.attention import uncommitted_columns, visible_keys
+from ddtree.tree import ancestor_mask
 
 _SPREAD = 2
 """Rows share a batch as long as the longest has at most so many times the blocks of the shortest."""
-_SCORES = 2**24
-"""Scores held at once; more nodes times keys are computed a few heads at a time."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Rows with trees that are computed together: R of them, N nodes, C blocks of S keys.
+class TreeBatch:
+    """Rows with trees that are computed together: R rows, N nodes, C blocks, L keys.
 
     Attributes:
-        places: int64 [R, N], each node's place among the step's tokens; the root's for padding. Of a single row, where
-            they stand side by side, a slice.
-        real: bool [R, N], which nodes are no padding; None where all are.
-        blocks: int64 [R * C] of the cache; those of a single row that lie side by side as a slice, which copies none.
-        bias: float32 [R, C, 1, 1, N, S], 0 for the keys that a node sees and -inf for others.
+        places: int64 [R, N], each node's place among the step's tokens; a slice where there is one row. Padding repeats
+            the root, whose result it repeats.
+        blocks: int64 [R * C], blocks of the cache; a slice, which copies nothing, where those of a single row lie side
+            by side.
+        bias: float32 [R, 1, N, L], 0 for the keys that a node sees and -inf for others.
     """
 
     places: Tensor | slice
-    real: Tensor | None
     blocks: Tensor | slice
     bias: Tensor
 
 
-def batches(rows: Sequence[Row], block_table: Tensor, block_size: int) -> list[Batch]:
-    """The rows of a step in batches of about one length.
+def batches(rows: Sequence[StepRow], block_table: Tensor, block_size: int) -> list[TreeBatch]:
+    """Return the rows of a step in batches of about one length.
 
     Args:
-        rows: with trees.
+        rows: with trees, at least one.
         block_table: int [requests, blocks].
-        block_size: keys of a block.
+        block_size: keys of a block, e.g. 32.
     """
-    if not rows:
-        return []
-    ordered = sorted(rows, key=lambda row: row.base + len(row.nodes))
-    counts = [-(-(row.base + len(row.nodes)) // block_size) for row in ordered]
+    ordered = sorted(rows, key=lambda row: row.base + row.size)
+    counts = [-(-(row.base + row.size) // block_size) for row in ordered]
     made, first = [], 0
     for place in range(1, len(ordered) + 1):
         if place == len(ordered) or counts[place] > _SPREAD * counts[first]:
@@ -64,41 +62,36 @@ def batches(rows: Sequence[Row], block_table: Tensor, block_size: int) -> list[B
     return made
 
 
-def _batch(rows: Sequence[Row], blocks: int, block_table: Tensor, block_size: int) -> Batch:
-    widest = max(len(row.nodes) for row in rows)
-    places = torch.zeros((len(rows), widest), dtype=torch.int64)
-    real = torch.zeros((len(rows), widest), dtype=torch.bool)
-    hidden = torch.ones((len(rows), widest, blocks * block_size), dtype=torch.bool)
+def _batch(rows: Sequence[StepRow], blocks: int, block_table: Tensor, block_size: int) -> TreeBatch:
+    widest = max(row.size for row in rows)
+    places = torch.empty((len(rows), widest), dtype=torch.int64)
+    bias = torch.full((len(rows), 1, widest, blocks * block_size), float("-inf"))
     for place, row in enumerate(rows):
-        count = len(row.nodes)
         places[place] = row.start
-        places[place, :count] += torch.arange(count)
-        real[place, :count] = True
-        hidden[place, :, : row.base + 1] = False
-        hidden[place, :count, row.base : row.base + count] = ~torch.tensor(row.nodes.visible())
-    bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    shaped = bias.view(len(rows), widest, blocks, block_size).transpose(1, 2)
+        places[place, : row.size] += torch.arange(row.size)
+        columns = uncommitted_columns([row.base], row.size, bias.device)
+        visible = visible_keys(columns, ancestor_mask(row.tree), bias.shape[3])[0]
+        bias[place, 0, : row.size].masked_fill_(visible, 0.0)
+        bias[place, 0, row.size :].masked_fill_(visible[0], 0.0)
     table = block_table[[row.index for row in rows], :blocks].to(torch.int64)
     # Blocks beyond a shorter row's own are not seen, but they are read.
-    used = torch.arange(blocks) * block_size < torch.tensor([[row.base + len(row.nodes)] for row in rows])
+    used = torch.arange(blocks) * block_size < torch.tensor([[row.base + row.size] for row in rows])
     flat = torch.where(used, table, table[:, :1]).flatten()
-    seen = shaped[:, :, None, None].contiguous()
     if len(rows) > 1:
-        return Batch(places, None if bool(real.all()) else real, flat, seen)
-    first = int(flat[0])
-    adjacent = bool((flat == torch.arange(first, first + blocks)).all())
-    start = rows[0].start
-    return Batch(slice(start, start + widest), None, slice(first, first + blocks) if adjacent else flat, seen)
+        return TreeBatch(places, flat, bias)
+    start, first = rows[0].start, int(flat[0])
+    adjacent = torch.equal(flat, torch.arange(first, first + blocks))
+    return TreeBatch(slice(start, start + widest), slice(first, first + blocks) if adjacent else flat, bias)
 
 
 def keys_of(kv_cache: Tensor) -> Tensor:
-    """Keys of a layer's cache [blocks, Hkv, S, 2 * D], as they lie there: [blocks, Hkv, D, S]."""
+    """Return a view of the keys in a layer's cache [blocks, Hkv, S, 2 * D], as they are stored: [blocks, Hkv, D, S]."""
     blocks, heads, size, width = kv_cache.shape
     return kv_cache.view(blocks, heads, 2, width // 2, size)[:, :, 0]
 
 
 def values_of(kv_cache: Tensor) -> Tensor:
-    """Values of a layer's cache [blocks, Hkv, S, 2 * D]: [blocks, Hkv, S, D]."""
+    """Return a view of the values in a layer's cache [blocks, Hkv, S, 2 * D]: [blocks, Hkv, S, D]."""
     blocks, heads, size, width = kv_cache.shape
     return kv_cache.view(blocks, heads, 2, size, width // 2)[:, :, 1]
 
@@ -112,74 +105,50 @@ def move(kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     values[target, :, to] = values[source, :, at]
 
 
-def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
-    """Attention of a batch's nodes, summed in float32.
+def attend(query: Tensor, kv_cache: Tensor, batch: TreeBatch, scale: float) -> Tensor:
+    """Return the attention of a batch's nodes, summed in float32.
 
     Args:
         query: [tokens, Hq, D] of the whole step.
         kv_cache: of a layer, with the step's own keys and values written.
         batch: the rows.
-        scale: of the scores.
+        scale: of the scores, e.g. 0.125.
 
     Returns:
         [R, N, Hq, D], of the cache's dtype.
     """
-    rows, nodes = len(batch.bias), batch.bias.shape[4]
-    heads, size = query.shape[1:]
+    rows, _, nodes, _ = batch.bias.shape
     kept = kv_cache.shape[1]
-    own = query[batch.places].view(rows, nodes, kept, heads // kept, size).float() * scale
-    own = own.permute(0, 2, 3, 1, 4).reshape(rows, 1, kept, -1, size)
-    keys = _gathered(keys_of(kv_cache), batch.blocks, rows)
-    values = _gathered(values_of(kv_cache), batch.blocks, rows)
-    step = max(1, _SCORES // max(1, batch.bias.numel() * (heads // kept)))
-    parts = [
-        _weighted(own[:, :, head : head + step], keys, values, batch.bias, slice(head, head + step))
-        for head in range(0, kept, step)
-    ]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    return out.view(rows, heads, nodes, size).transpose(1, 2).to(kv_cache.dtype)
-
-
-def place(output: Tensor, found: Tensor, batch: Batch) -> None:
-    """Write what `attend` found into the output [tokens, Hq, D] of the whole step."""
-    if isinstance(batch.places, slice):
-        output[batch.places] = found[0]
-    elif batch.real is None:
-        output[batch.places] = found
-    else:
-        output[batch.places[batch.real]] = found[batch.real]
-
-
-def _gathered(stored: Tensor, blocks: Tensor | slice, rows: int) -> Tensor:
-    """[R, C, Hkv, ...]: the blocks of each row."""
-    return stored[blocks].unflatten(0, (rows, -1))
-
-
-def _weighted(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, heads: slice) -> Tensor:
-    """[R, h, G * N, D] of queries [R, 1, h, G * N, D]: blocks are multiplied one by one and weighed together."""
-    scores = query @ keys[:, :, heads].float()
-    nodes = bias.shape[4]
-    scores.unflatten(3, (-1, nodes)).add_(bias)
-    weights = scores.sub_(scores.amax(dim=(1, 4), keepdim=True)).exp_()
-    total = weights.sum(dim=(1, 4))[..., None]
-    return (weights @ values[:, :, heads].float()).sum(dim=1) / total
+    # The queries of all heads that share keys become rows of one matrix: [R, Hkv, G * N, D].
+    own = query[batch.places].view(rows, nodes, kept, -1, query.shape[2]).permute(0, 2, 3, 1, 4)
+    groups = own.shape[2]
+    keys = keys_of(kv_cache)[batch.blocks].unflatten(0, (rows, -1)).permute(0, 2, 1, 4, 3)
+    values = values_of(kv_cache)[batch.blocks].unflatten(0, (rows, -1)).transpose(1, 2)
+    out = scaled_dot_product_attention(
+        own.flatten(2, 3).float(),
+        keys.flatten(2, 3).float(),
+        values.flatten(2, 3).float(),
+        attn_mask=batch.bias.repeat(1, 1, groups, 1),
+        scale=scale,
+    )
+    return out.unflatten(2, (groups, nodes)).flatten(1, 2).transpose(1, 2).to(kv_cache.dtype)
 
 
 @dataclass
 class TreeMetadata(cpu_attn.CPUAttentionMetadata):
-    """The stock metadata of a step, and what its trees need.
+    """Stock metadata of a step, with its trees.
 
     Attributes:
-        batches: rows with trees.
+        trees: rows with trees.
         others: whether there are rows for the stock kernel.
     """
 
-    batches: Sequence[Batch] = ()
+    trees: Sequence[TreeBatch] = ()
     others: bool = True
 
 
 class TreeMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
-    """Makes `TreeMetadata`, into which the runner puts the step's trees."""
+    """Builds `TreeMetadata`, into which the runner puts the step's trees."""
 
     isa: str
 
@@ -191,11 +160,12 @@ class TreeMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(layer_names)
 
     def build(self, *args: Any, **kwargs: Any) -> TreeMetadata:
+        """Return the stock metadata of a step, with room for its trees."""
         return TreeMetadata(**vars(super().build(*args, **kwargs)))
 
 
 class TreeAttention(cpu_attn.CPUAttentionBackendImpl):
-    """The stock attention, except for rows with trees."""
+    """Attention by the stock kernel, except for rows with trees."""
 
     def forward(
         self,
@@ -209,26 +179,29 @@ class TreeAttention(cpu_attn.CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        trees: Sequence[Batch] = getattr(attn_metadata, "batches", ())
+        """Write the attention of all tokens into `output` and return it; shapes are vLLM's."""
+        trees: Sequence[TreeBatch] = getattr(attn_metadata, "trees", ())
         if not trees or attn_metadata.others:
             super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
         for batch in trees:
             found = attend(query.view(-1, self.num_heads, self.head_size), kv_cache, batch, self.scale)
-            place(output.view(-1, self.num_heads, self.head_size), found, batch)
+            output.view(-1, self.num_heads, self.head_size)[batch.places] = found
         return output
 
 
 class TreeBackend(cpu_attn.CPUAttentionBackend):
-    """The backend that the engine's platform asks for by the name CPU_ATTN."""
+    """Backend for the name CPU_ATTN, which vLLM's CPU platform always asks for."""
 
     @staticmethod
     def get_impl_cls() -> type[TreeAttention]:
+        """Return the class of the layers' attention."""
         return TreeAttention
 
     @staticmethod
     def get_builder_cls() -> type[TreeMetadataBuilder]:
+        """Return the class that builds a step's metadata."""
         return TreeMetadataBuilder
 
 
@@ -244,7 +217,7 @@ def check_layout(kv_cache: Tensor, isa: str) -> None:
 
     Args:
         kv_cache: of a layer; its shape and dtype are tried on a small cache of the same kind.
-        isa: how the engine's kernels lay blocks out.
+        isa: name of the layout that vLLM's kernels use, e.g. "vec".
     """
     _, heads, size, width = kv_cache.shape
     trial = torch.zeros((2, heads, size, width), dtype=kv_cache.dtype)
@@ -264,10 +237,9 @@ def check_layout(kv_cache: Tensor, isa: str) -> None:
         )
 
 
-def with_trees(metadata: TreeMetadata, rows: Sequence[Row], requests: int, block_size: int) -> TreeMetadata:
-    """The metadata of a step of so many requests, whose rows with trees are given."""
-    return replace(
-        metadata,
-        batches=batches(rows, metadata.block_table, block_size),
-        others=len(rows) < requests,
-    )
+def with_trees(
+    metadata: TreeMetadata, rows: Sequence[StepRow], requests: int, block_size: int
+) -> TreeMetadata:
+    """Return the metadata of a step with so many requests, among them `rows` with trees, at least one."""
+    trees = batches(rows, metadata.block_table, block_size)
+    return replace(metadata, trees=trees, others=len(rows) < requests)

@@ -1,4 +1,4 @@
-"""The engine's worker: vLLM's own for CPUs, with a runner that drafts and verifies trees."""
+"""The worker: vLLM's own for CPUs, with a runner that drafts and verifies trees."""
 
 from __future__ import annotations
 
@@ -7,31 +7,21 @@ from typing import Any
 from vllm.v1.worker import cpu_worker
 
 from ddtree.errors import UnsupportedModelError
-from ddtree.integrations.vllm import (
-    compat as versions,
-)
-from ddtree.integrations.vllm import (
-    counters,
-)
-from ddtree.integrations.vllm import (
-    tree_attention as attention,
-)
-from ddtree.integrations.vllm import (
-    validate as refusals,
-)
+from ddtree.integrations.vllm import compat, tree_attention, validate
 from ddtree.integrations.vllm.model_runner import TreeRunner
 
-versions.check()
-attention.register()
+compat.check()
+tree_attention.register()
 
 
 class TreeWorker(cpu_worker.CPUWorker):
-    """Name it as the engine's `worker_cls`; importing this module registers the attention that trees need."""
+    """The engine's `worker_cls`. Importing this module also registers the attention that trees need."""
 
     model_runner: TreeRunner
 
     def init_device(self) -> None:
-        refusals.check_vllm_config(self.vllm_config)
+        """Refuse what trees cannot be exact with, then initialize with `TreeRunner` in place of vLLM's runner."""
+        validate.check_vllm_config(self.vllm_config)
         if self.use_v2_model_runner:
             raise UnsupportedModelError(
                 "draft trees run on vLLM's V1 model runner: unset VLLM_USE_V2_MODEL_RUNNER"
@@ -45,17 +35,18 @@ class TreeWorker(cpu_worker.CPUWorker):
             cpu_worker.CPUModelRunner = stock
 
     def compile_or_warm_up_model(self) -> Any:
+        """Warm up, then measure what steps cost."""
         times = super().compile_or_warm_up_model()
-        self.model_runner.prepare()
+        self.model_runner.calibrate()
         return times
 
     def shutdown(self) -> None:
+        """Save what was learnt of the drafter."""
         runner = getattr(self, "model_runner", None)
         if isinstance(runner, TreeRunner):
-            runner.remember()
+            runner.save_acceptance()
         super().shutdown()
 
     def ddtree_counters(self) -> dict[str, Any]:
-        """What was drafted and came of it so far, as plain JSON values; for the engine's `collective_rpc`."""
-        runner = self.model_runner
-        return {**runner.planning.figures.as_dict(), counters.FAILED: int(runner.drafting_failed)}
+        """Return the counters as plain JSON values, for the engine's `collective_rpc`."""
+        return self.model_runner.counters()

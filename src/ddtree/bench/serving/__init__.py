@@ -1,1 +1,0 @@
-"""A load client for any OpenAI-compatible endpoint: arrivals, requests, figures, report. Knows no models."""

@@ -1,0 +1,196 @@
+"""The contract of every drafter: rows do not touch each other, drafts leave nothing behind, noise counts on request."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import tiny
+import wellformed
+from ddtree.drafters import DraftRow
+from ddtree.drafters.dflash.backbone import Backbone
+from ddtree.drafters.dflash.d2sd import D2SD
+from ddtree.drafters.dflash.domino import Domino
+from ddtree.drafters.dflash.drafter import DFlash
+from ddtree.drafters.dflash.first_order import FirstOrder
+from ddtree.drafters.dflash.heads import create
+from ddtree.drafters.draft_model import DraftModel
+from ddtree.drafters.merged import Merged
+from ddtree.drafters.mixed import Continuity
+from ddtree.drafters.ngram import Lookup
+from ddtree.model.target import Target
+from ddtree.sampling.noise import Noise
+from ddtree.stats import Clock
+
+PLAIN, COUPLING = (0.0, 1.0), (0.8, 1.2)
+HEADS = {
+    "markov": {"size": tiny.VOCAB, "rank": 6},
+    "treeflash": {"hidden_size": 32, "intermediate_size": 16},
+    "domino": {"hidden_size": 32, "size": tiny.VOCAB, "gru_hidden": 12, "rank": 8},
+}
+KINDS = ["dflash", *HEADS, "d2sd", "d2sd chains", "draft model", "lookup", "mixed", "mixed tree", "merged"]
+every_drafter = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(tiny.model("qwen3", tie_word_embeddings=False))
+
+
+def backbone_of(target):
+    """A backbone of random weights, whose slots really differ."""
+    net = tiny.network(tiny.model(), block_size=6)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4 + (parameter.ndim == 1))
+    return Backbone(net, target)
+
+
+def drafter_of(kind, target, coupling=PLAIN):
+    if kind == "dflash":
+        return DFlash(backbone_of(target), coupling=coupling)
+    if kind in HEADS:
+        torch.manual_seed(2)
+        head = create(kind, **HEADS[kind])
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        if kind == "domino":
+            return Domino(backbone_of(target), head, coupling=coupling, width=64, candidates=64)
+        return FirstOrder(backbone_of(target), head, coupling=coupling, predecessors=10_000)
+    if kind in ("d2sd", "d2sd chains"):
+        return D2SD(backbone_of(target), branches=3, trees=kind == "d2sd", coupling=coupling)
+    if kind == "draft model":
+        return DraftModel(Target(tiny.model("llama", seed=3)), target, coupling=coupling)
+    if kind == "lookup":
+        return Lookup(coupling=coupling)
+    lookup = Lookup(coupling=coupling)
+    if kind == "mixed":
+        return Continuity(drafter_of("dflash", target, coupling), lookup)
+    if kind == "mixed tree":
+        return Continuity(drafter_of("domino", target, coupling), lookup)
+    return Merged([drafter_of("treeflash", target, coupling), lookup])
+
+
+def request(length=25, budget=14, depth=4, **changes):
+    # Few different tokens, so that n-grams find something.
+    return DraftRow([2 + token % 8 for token in tiny.prompt(length, length)], budget, depth, **changes)
+
+
+def observe(drafter, index, row, start=0, stop=None, chunk=1000):
+    """Show a drafter the committed tokens start..stop of a row, which is told from others by its first tokens."""
+    committed = row.tokens[: len(row.tokens) - 1 if stop is None else stop]
+    features = torch.randn(len(committed), 64, generator=torch.Generator().manual_seed(sum(row.tokens[:4])))
+    for at in range(start, len(committed), chunk):
+        part = slice(at, at + chunk)
+        drafter.observe(index, committed[part], features[part] if drafter.feature_layers else None)
+
+
+def opened(drafter, *rows, chunk=1000):
+    for index, row in enumerate(rows):
+        drafter.add_row()
+        observe(drafter, index, row, chunk=chunk)
+    return drafter
+
+
+def draft(drafter, *rows):
+    tree = drafter.draft(list(rows), Clock())
+    wellformed.check(tree, list(rows))
+    return tree
+
+
+def scored(tree, index=0):
+    paths = wellformed.paths(tree, index)[1:]
+    return pytest.approx(dict(zip(paths, tree.row(index).logprobs[0, 1:].tolist(), strict=True)), abs=2e-4)
+
+
+def same(tree, index, other, place=0):
+    return scored(tree, index).expected == scored(other, place)
+
+
+@every_drafter
+@pytest.mark.parametrize("coupling", [PLAIN, COUPLING])
+def test_ragged_rows_draft_as_each_alone(target, kind, coupling):
+    """Lengths, budgets, depths, chains, temperatures all differ; some rows want nothing."""
+    rows = [
+        request(40, budget=30, depth=3),
+        request(7, budget=5, depth=2, noise=Noise(4, tiny.VOCAB), temperature=1.0),
+        request(23, budget=8, chain=True),
+        request(12, budget=0),
+        request(18, depth=0, noise=Noise(5, tiny.VOCAB), temperature=0.6),
+        request(31, noise=Noise(6, tiny.VOCAB), temperature=0.7),
+        request(2, budget=1, depth=1),
+    ]
+    if kind == "mixed tree":
+        del rows[2]  # a batch that holds a chain asks the drafter within for the same
+    together = draft(opened(drafter_of(kind, target, coupling), *rows), *rows)
+    for index, row in enumerate(rows):
+        alone = draft(opened(drafter_of(kind, target, coupling), row), row)
+        assert same(together, index, alone)
+        assert bool(together.sizes[index] > 1) <= bool(row.budget and row.depth)
+
+
+@every_drafter
+def test_drafting_twice_changes_nothing_and_the_text_goes_on_from_there(target, kind):
+    """vllm#14649: nothing of a drafted block may stay in the context."""
+    rows = [request(25), request(9)]
+    before = copy.deepcopy(rows)
+    drafter = opened(drafter_of(kind, target), *rows)
+    first, second = draft(drafter, *rows), draft(drafter, *rows)
+    assert same(first, 0, second) and same(first, 1, second, 1)
+    assert rows == before
+    longer = dataclasses.replace(rows[0], tokens=[*rows[0].tokens, 5, 3, 4])
+    observe(drafter, 0, longer, start=24)
+    assert same(draft(drafter, longer, rows[1]), 0, draft(opened(drafter_of(kind, target), longer), longer))
+
+
+@every_drafter
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_a_text_in_any_chunks_gives_the_same_draft(target, kind, chunk):
+    row = request(40)
+    whole = draft(opened(drafter_of(kind, target), row), row)
+    assert same(draft(opened(drafter_of(kind, target), row, chunk=chunk), row), 0, whole)
+
+
+@every_drafter
+def test_nothing_of_a_dropped_row_is_left_and_the_last_takes_its_place(target, kind):
+    """llama.cpp PR#22105: state of a request must not reach the next one."""
+    a, b, c, d = request(30), request(8), request(12), request(19)
+    drafter = opened(drafter_of(kind, target), a, b, c)
+    draft(drafter, a, b, c)
+    drafter.drop_row(0)
+    drafter.add_row()
+    observe(drafter, 2, d)
+    tree = draft(drafter, c, b, d)
+    for index, row in enumerate((c, b, d)):
+        assert same(tree, index, draft(opened(drafter_of(kind, target), row), row))
+
+
+@every_drafter
+def test_rows_without_budget_or_depth_give_roots(target, kind):
+    rows = [request(25, budget=0), request(9, depth=0)]
+    tree = draft(opened(drafter_of(kind, target), *rows), *rows)
+    assert tree.sizes == [1, 1] and tree.tokens.shape == (2, 1)
+
+
+@every_drafter
+def test_a_chain_ends_at_its_budget_and_its_depth(target, kind):
+    for budget, depth, most in ((2, 4, 2), (50, 3, 3)):
+        row = request(25, budget=budget, depth=depth, chain=True)
+        tree = draft(opened(drafter_of(kind, target), row), row)
+        assert tree.sizes == [most + 1] and tree.parents[0].tolist() == [0, *range(most)]
+
+
+@every_drafter
+def test_noise_counts_for_sampled_rows_of_coupled_drafters_alone(target, kind):
+    greedy = request(25, budget=30)
+    sampled = dataclasses.replace(greedy, noise=Noise(3, tiny.VOCAB), temperature=1.0)
+    trees = {
+        (coupling, row.noise is not None): draft(opened(drafter_of(kind, target, coupling), row), row)
+        for coupling in (PLAIN, COUPLING)
+        for row in (greedy, sampled)
+    }
+    plain = trees[PLAIN, False]
+    assert same(trees[PLAIN, True], 0, plain) and same(trees[COUPLING, False], 0, plain)
+    assert not same(trees[COUPLING, True], 0, plain)
