@@ -1,5 +1,6 @@
 """Methods of decoding that answer without a model, and results made with them."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.results import Results, ResultsFile, read
 from ddtree.bench.runner import BenchPlan, BenchRunner
 from ddtree.sampling.sampler import SamplingParams
+from ddtree.stats import Stats
 
 TEXT = (3, 1, 4, 1, 5, 9, 2, 6)
 
@@ -37,10 +39,11 @@ class FakeMethod:
             "walk": 0.02,
             "commit": 0.01,
         }
-        return Measurement(
-            tokens, 0.5 + decode, 0.5, rounds, 4 * rounds, {self.tau - 1: rounds}, seconds, {self.name: rounds},
-            comparable=self.name not in ("hf",) or params.greedy,
+        stats = Stats(
+            total=0.5 + decode, ttft=0.5, rounds=rounds, nodes=4 * rounds, accepted=Counter({self.tau - 1: rounds}),
+            seconds=seconds, arms=Counter({self.name: rounds}),
         )  # fmt: skip
+        return Measurement(tokens, stats, comparable=self.name != "hf" or params.greedy)
 
     def learnt(self) -> list[dict[str, Any]]:
         if "auto" not in self.name:
@@ -96,31 +99,30 @@ def header(cells: list[str], baselines: tuple[str, ...] = (), **settings: Any) -
     }  # fmt: skip
 
 
-def encode(messages: list[dict[str, str]]) -> list[int]:
-    return list("".join(message["content"] for message in messages).encode())
+class FakePair:
+    """Stands for a model of one token a byte; every difference of two texts counts."""
 
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        return list("".join(message["content"] for message in messages).encode())
 
-def decode(tokens: list[int]) -> str:
-    return "".join(chr(97 + token) for token in tokens)
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(97 + token) for token in tokens)
 
-
-def compare(
-    prompt: list[int], plain: Measurement, other: Measurement, params: SamplingParams
-) -> dict[str, Any]:
-    if not other.comparable:
-        return {"kind": "unchecked"}
-    same = plain.tokens == other.tokens
-    return {"kind": "equal"} if same else {"kind": "different", "at": 1, "gap": 0.5, "noise": 0.1}
+    def compare(
+        self, prompt: list[int], plain: Measurement, other: Measurement, params: SamplingParams
+    ) -> dict[str, Any]:
+        if not other.comparable:
+            return {"kind": "unchecked"}
+        same = plain.tokens == other.tokens
+        return {"kind": "equal"} if same else {"kind": "different", "at": 1, "gap": 0.5, "noise": 0.1}
 
 
 def runner(results: ResultsFile, made: list[FakeMethod], chosen: BenchPlan | None = None) -> BenchRunner:
-    return BenchRunner(
-        made, chosen or plan(), encode=encode, decode=decode, compare=compare, results=results, quiet=True
-    )  # fmt: skip
+    return BenchRunner(made, chosen or plan(), FakePair(), results, quiet=True)
 
 
 def measured(path: Path, names: list[str], baselines: tuple[str, ...] = (), turns: int = 1) -> Results:
-    """Results figures of some fake ways."""
+    """Results of some fake methods."""
     with ResultsFile(path, header(names, baselines, turns=turns)) as results:
         runner(results, methods(*names, *baselines), plan(turns=turns)).run()
     return read(path)

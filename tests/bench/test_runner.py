@@ -8,16 +8,16 @@ import torch
 
 import benchfakes as fakes
 import tiny
-from ddtree.bench.methods import Baseline, EngineMethod, Measurement, parse_method
+from ddtree.bench.methods import Baseline, EngineMethod, Measurement, compare_outputs, parse_method
 from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.results import ResultsFile, read
-from ddtree.bench.runner import compare_outputs
 from ddtree.drafters.ngram import Lookup
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.policy import Policy
 from ddtree.policy.calibration import quick
 from ddtree.sampling.sampler import SamplingParams
+from ddtree.stats import Stats
 
 NAMES = ["off", "chain", "tree:8", "auto"]
 GREEDY, SAMPLED = (SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0))
@@ -69,7 +69,7 @@ def test_conversations_go_on_from_the_plain_answer(tmp_path):
     made[1].tokens = (7, 7)
     talk = [BenchPrompt("talk", "chat", ("ab", "cd", "ef"))]
     raw = run(tmp_path / "raw.jsonl", made, fakes.plan(talk, temperatures=(0.0,)))
-    answer = fakes.decode(list(fakes.TEXT))
+    answer = fakes.FakePair().decode(list(fakes.TEXT))
     wanted = [list(text.encode()) for text in ("ab", f"ab{answer}cd", f"ab{answer}cd{answer}ef")]
     for each in made:
         assert [prompt for prompt, _ in each.asked[1:]] == wanted
@@ -127,7 +127,11 @@ def test_every_cell_gives_the_text_of_plain_decoding(target, merged, text, param
     assert answer.tokens == plain.tokens and len(plain.tokens) == 24
     assert compare_outputs(target, prompt, plain, answer, params) == {"kind": "equal"}
     record = answer.as_dict()
-    assert record["tokens"] == 24 and record["rounds"] <= 23 == plain.rounds and plain.as_dict()["tau"] == 1
+    assert (
+        record["tokens"] == 24
+        and record["rounds"] <= 23 == plain.stats.rounds
+        and plain.as_dict()["tau"] == 1
+    )
     assert abs(record["total_s"] - record["ttft_s"] - record["decode_s"]) < 1e-5
     assert sum(record["accepted_depth"].values()) == record["rounds"]
     kinds = [one["kind"] for one in way.learnt()]
@@ -168,9 +172,9 @@ def test_an_uncoupled_method_hides_the_noise_from_its_drafter(target):
 def test_an_uncoupled_method_drafts_as_drafters_without_coupling_do(target, merged):
     plain = tiny.drafter("merged", tiny.model("llama"), coupled=False)
     prompt = tiny.prompt(9) * 2
-    hidden, never = (method(text, target, drafter).answer(prompt, SAMPLED).accepted
+    hidden, never = (method(text, target, drafter).answer(prompt, SAMPLED).stats.accepted
                      for text, drafter in (("tree:8+uncoupled", merged), ("tree:8", plain)))  # fmt: skip
-    coupled = method("tree:8", target, merged).answer(prompt, SAMPLED).accepted
+    coupled = method("tree:8", target, merged).answer(prompt, SAMPLED).stats.accepted
     assert hidden == never != coupled
 
 
@@ -192,7 +196,7 @@ def test_baselines_are_transformers_own_and_greedily_give_the_same_text(merged, 
     handle.remove()
     assert all(name != "ddtree" and not hooks for name, hooks in seen)
     assert answer.tokens == plain.tokens
-    assert 0 < answer.ttft < answer.total
+    assert 0 < answer.stats.ttft < answer.stats.total
     assert model.generation_config is own and baseline.learnt() == []
     assert answer.comparable and not sampled.comparable
     assert compare_outputs(target, prompt, plain, sampled, SAMPLED) == {"kind": "unchecked"}
@@ -209,14 +213,14 @@ def test_unknown_baselines_and_a_missing_draft_model_are_named(target):
 
 
 def test_a_difference_in_float32_is_one_however_near_the_tie(target, monkeypatch):
-    answers = [Measurement(tokens, 1.0, 0.1) for tokens in ([3, 4, 5], [3, 9, 5])]
-    flip = SimpleNamespace(near_tie=True, index=1, tokens=(4, 9), gap=0.01, noise=0.02)
-    monkeypatch.setattr("ddtree.bench.runner.first_flip", lambda *_: flip)
+    answers = [Measurement(tokens, Stats()) for tokens in ([3, 4, 5], [3, 9, 5])]
+    difference = SimpleNamespace(near_tie=True, index=1, tokens=(4, 9), gap=0.01, noise=0.02)
+    monkeypatch.setattr("ddtree.bench.methods.first_difference", lambda *_: difference)
     found = compare_outputs(target, [1], *answers, GREEDY)
     assert found == {"kind": "different", "at": 1, "tokens": [4, 9], "gap": 0.01, "noise": 0.02}
     half = SimpleNamespace(dtype=torch.bfloat16)
     assert compare_outputs(half, [1], *answers, GREEDY)["kind"] == "near-tie"
-    flip.near_tie, flip.gap = False, float("inf")
+    difference.near_tie, difference.gap = False, float("inf")
     assert compare_outputs(half, [1], *answers, GREEDY) | {"noise": 0} == {
         "kind": "different", "at": 1, "tokens": [4, 9], "gap": None, "noise": 0,
     }  # fmt: skip

@@ -10,7 +10,7 @@ from engines import answers, counters, engine, params
 
 import ddtree
 from ddtree.bench import prompt_sets
-from ddtree.bench.near_ties import first_flip
+from ddtree.bench.near_ties import first_difference
 from ddtree.drafters.loading import load_drafter
 from ddtree.integrations.vllm import tree_attention
 from ddtree.model.demo import demo_target
@@ -63,14 +63,16 @@ def partings(model, prompts, plain, others, name):
     """Of each text that parts: log-probabilities between the two tokens as plain vLLM sees them, and the noise."""
     found = []
     for index, (prompt, (tokens, seen, _), other) in enumerate(zip(prompts, plain, others, strict=True)):
-        flip = first_flip(model.target, prompt, tokens, other)
-        if flip is None:
+        difference = first_difference(model.target, prompt, tokens, other)
+        if difference is None:
             continue
-        first, second = (seen[flip.index].get(token) for token in flip.tokens)
+        first, second = (seen[difference.index].get(token) for token in difference.tokens)
         gap = first.logprob - second.logprob if first and second else float("inf")
-        found.append((gap, flip.noise))
-        pair = " or ".join(repr(model.tokenizer.decode([token])) for token in flip.tokens)
-        print(f"{name}: prompt {index}, token {flip.index}, {pair}: gap {gap:.4f}, noise {flip.noise:.4f}")
+        found.append((gap, difference.noise))
+        pair = " or ".join(repr(model.tokenizer.decode([token])) for token in difference.tokens)
+        print(
+            f"{name}: prompt {index}, token {difference.index}, {pair}: gap {gap:.4f}, noise {difference.noise:.4f}"
+        )
     print(f"{name}: {len(prompts) - len(found)} of {len(prompts)} texts are plain vLLM's")
     return found
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +18,17 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ddtree.api import Model
+from ddtree.bench.near_ties import first_difference
 from ddtree.drafters import DraftRow, parts_of
 from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError, PromptError
-from ddtree.policy import AutoBudget, AutoMethod, Policy, cache, calibration
+from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
 from ddtree.policy.acceptance import Acceptance
+from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import SamplingParams
-from ddtree.stats import Clock
+from ddtree.stats import Clock, Stats
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
 
 OFF = "off"
@@ -60,11 +63,11 @@ class MethodSpec:
         return "auto" in (self.method, self.budget)
 
 
-def parse_method(text: str, members: Sequence[str] = ()) -> MethodSpec:
+def parse_method(text: str, members: Sequence[str] | None = None) -> MethodSpec:
     """Parse the name of a method, such as "tree:16@dflash+uncoupled".
 
     Args:
-        members: names of the pair's drafters; none when it has no drafter.
+        members: names of the pair's drafters, none when it has no drafter; None to accept any.
 
     Raises:
         ConfigError: the name is malformed, names a drafter that is not there, or needs one where there is none.
@@ -82,13 +85,12 @@ def parse_method(text: str, members: Sequence[str] = ()) -> MethodSpec:
         budget = int(count)
     if method == OFF and text != OFF:
         raise ConfigError(f"cell {text!r}: off drafts nothing, so it takes no drafter and no coupling")
-    if method != OFF and not members:
-        raise ConfigError(f"cell {text!r} needs a drafter, and there is none: name one with --drafter")
-    for name in named or ():
-        if name not in members:
-            raise ConfigError(
-                f"cell {text!r}: there is no drafter {name!r}; choose from {', '.join(members)}"
-            )
+    if method != OFF and members is not None:
+        if not members:
+            raise ConfigError(f"cell {text!r} needs a drafter, and there is none: name one with --drafter")
+        if unknown := [name for name in named or () if name not in members]:
+            known = ", ".join(members)
+            raise ConfigError(f"cell {text!r}: there is no drafter {unknown[0]!r}; choose from {known}")
     if named is not None and len(set(named)) < len(named):
         raise ConfigError(f"cell {text!r} names a drafter twice")
     return MethodSpec(text, _METHODS[method], budget, named, body == text)
@@ -110,40 +112,28 @@ class Measurement:
 
     Attributes:
         tokens: the output.
-        total: seconds from the prompt to the end.
-        ttft: seconds until the first token; the rest is decoding.
-        rounds, nodes: forward passes after the prompt's, and drafted nodes verified in them.
-        accepted: number of rounds by accepted drafted tokens.
-        seconds: by part of the round.
-        arms: number of rounds by arm, where a policy chose.
+        stats: times and counts of the answer; its arms only where a policy chose.
         comparable: the text must equal plain decoding's.
     """
 
     tokens: list[int]
-    total: float
-    ttft: float
-    rounds: int = 0
-    nodes: int = 0
-    accepted: dict[int, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    arms: dict[str, int] = field(default_factory=dict)
+    stats: Stats
     comparable: bool = True
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, without the tokens."""
-        rounds = self.rounds
-        drafted = sum(depth * count for depth, count in self.accepted.items())
+        """Return plain JSON values, without the tokens; times in seconds."""
+        stats = self.stats
         return {
             "tokens": len(self.tokens),
-            "total_s": round(self.total, 6),
-            "decode_s": round(self.total - self.ttft, 6),
-            "ttft_s": round(self.ttft, 6),
-            "rounds": rounds,
-            "nodes": self.nodes,
-            "tau": round(1 + drafted / rounds, 4) if rounds else None,
-            "accepted_depth": {str(depth): self.accepted[depth] for depth in sorted(self.accepted)},
-            "seconds": {part: round(seconds, 6) for part, seconds in self.seconds.items()},
-            "arms": dict(sorted(self.arms.items())),
+            "total_s": round(stats.total, 6),
+            "decode_s": round(stats.total - stats.ttft, 6),
+            "ttft_s": round(stats.ttft, 6),
+            "rounds": stats.rounds,
+            "nodes": stats.nodes,
+            "tau": round(stats.tau, 4) if stats.rounds else None,
+            "accepted_depth": {str(depth): stats.accepted[depth] for depth in sorted(stats.accepted)},
+            "seconds": {part: round(seconds, 6) for part, seconds in stats.seconds.items()},
+            "arms": dict(sorted(stats.arms.items())),
         }
 
 
@@ -180,9 +170,7 @@ class EngineMethod:
             raise sequence.error
         stats = sequence.stats
         self._contexts.append(len(prompt) + stats.output_tokens / 2)
-        counts = stats.rounds, stats.nodes, dict(stats.accepted)
-        arms = dict(stats.arms) if self.spec.adaptive else {}
-        return Measurement(sequence.output, stats.total, stats.ttft, *counts, dict(stats.seconds), arms)
+        return Measurement(sequence.output, stats if self.spec.adaptive else replace(stats, arms=Counter()))
 
     def learnt(self) -> list[dict[str, Any]]:
         """Return the policy's state and its latency curve at the mean context of what was decoded."""
@@ -252,46 +240,37 @@ class Baseline:
         self._target.use_features(())
         torch.manual_seed(params.seed or 0)
         ids = torch.tensor([prompt], device=self._target.device)
-        model, timer = self._target.model, _FirstTokenTimer()
-        own, model.generation_config = model.generation_config, self._config(params)
+        ends = sorted(self._target.eos_ids)
+        config = GenerationConfig(
+            do_sample=not params.greedy,
+            max_new_tokens=params.max_tokens,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+            **({} if params.greedy else {"temperature": params.temperature, "top_k": 0, "top_p": 1.0}),
+        )
+        model, times = self._target.model, _TokenTimes()
+        own, model.generation_config = model.generation_config, config
         started = time.perf_counter()
         try:
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=timer, **self._options)
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=times, **self._options)
             tokens = output[0, len(prompt) :].tolist()
-            ended = time.perf_counter()
+            total = time.perf_counter() - started
         finally:
             model.generation_config = own
-        first = timer.first if timer.first is not None else ended
-        return Measurement(tokens, ended - started, first - started, comparable=params.greedy)
+        ttft = times[1] - started if len(times) > 1 else total
+        return Measurement(tokens, Stats(total=total, ttft=ttft, seconds={}), params.greedy)
 
     def learnt(self) -> list[dict[str, Any]]:
         """Return nothing: a baseline learns nothing."""
         return []
 
-    def _config(self, params: SamplingParams) -> GenerationConfig:
-        ends = sorted(self._target.eos_ids)
-        sampling = {} if params.greedy else {"temperature": params.temperature, "top_k": 0, "top_p": 1.0}
-        return GenerationConfig(
-            do_sample=not params.greedy,
-            max_new_tokens=params.max_tokens,
-            eos_token_id=ends or None,
-            pad_token_id=ends[0] if ends else 0,
-            **sampling,
-        )
 
-
-class _FirstTokenTimer:
-    """A streamer that notes when the first token came; transformers gives it the prompt first."""
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self._prompt_given = False
+class _TokenTimes(list[float]):
+    """A streamer that notes when the prompt was given, then when each token came."""
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt, then each token."""
-        if self._prompt_given and self.first is None:
-            self.first = time.perf_counter()
-        self._prompt_given = True
+        """Note the time."""
+        self.append(time.perf_counter())
 
     def end(self) -> None:
         """Do nothing: no token is held back."""
@@ -323,8 +302,7 @@ class ModelPair:
         """Return the named methods and baselines, plain decoding first. Raises ConfigError for unknown ones."""
         specs = parse_methods(names, self.members)
         others = [Baseline(name, self.target, self.drafter) for name in dict.fromkeys(baselines)]
-        made = [EngineMethod(spec, self.target, self.drafter, self._policy(spec)) for spec in specs]
-        return [*made, *others]
+        return [*(EngineMethod(s, self.target, self.drafter, self._policy(s)) for s in specs), *others]
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the token ids of a conversation; without a chat template, of its texts one below the other."""
@@ -337,6 +315,12 @@ class ModelPair:
     def decode(self, tokens: list[int]) -> str:
         """Return the text of some tokens, without special ones."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def compare(
+        self, prompt: list[int], plain: Measurement, other: Measurement, params: SamplingParams
+    ) -> dict[str, Any]:
+        """Compare an answer with plain decoding's, by `compare_outputs`."""
+        return compare_outputs(self.target, prompt, plain, other, params)
 
     def acceptance(self) -> dict[str, Acceptance]:
         """Return the acceptance that earlier runs or the drafter's makers have learnt: each policy begins with it."""
@@ -353,3 +337,26 @@ class ModelPair:
             cache.key(self.target, drafter), lambda: calibration.quick(self.target, drafter)
         )
         return Policy(latency, self.acceptance())
+
+
+def compare_outputs(
+    target: Any, prompt: list[int], plain: Measurement, other: Measurement, params: SamplingParams
+) -> dict[str, Any]:
+    """Compare an answer with plain decoding's; return the verdict as plain JSON values.
+
+    Its `kind` is "equal", "near-tie", "different" or "unchecked"; where the texts differ it also says at which token
+    and by which gap. Half precision may flip a near-tie (`ddtree.bench.near_ties`). In float32 any difference counts.
+    """
+    if not other.comparable:
+        return {"kind": "unchecked"}
+    if plain.tokens == other.tokens:
+        return {"kind": "equal"}
+    found = first_difference(target, prompt, plain.tokens, other.tokens, params.temperature, params.seed or 0)
+    assert found is not None
+    return {
+        "kind": "near-tie" if found.near_tie and target.dtype != torch.float32 else "different",
+        "at": found.index,
+        "tokens": list(found.tokens),
+        "gap": None if found.gap == float("inf") else round(found.gap, 6),
+        "noise": round(found.noise, 6),
+    }

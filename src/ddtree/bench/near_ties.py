@@ -21,7 +21,7 @@ _WINDOW = 48  # positions over which the noise of the forward pass is measured
 
 
 @dataclass(frozen=True)
-class Flip:
+class Difference:
     """The first token at which two texts differ.
 
     Attributes:
@@ -43,14 +43,14 @@ class Flip:
         return self.gap <= self.noise
 
 
-def first_flip(
+def first_difference(
     target: Target,
     prompt: list[int],
     one: list[int],
     other: list[int],
     temperature: float = 0.0,
     seed: int = 0,
-) -> Flip | None:
+) -> Difference | None:
     """Find and measure the first difference of two outputs of `prompt`.
 
     Args:
@@ -66,7 +66,7 @@ def first_flip(
     if index is None:
         if len(one) == len(other):
             return None
-        return Flip(min(len(one), len(other)), (-1, -1), float("inf"), 0.0)
+        return Difference(min(len(one), len(other)), (-1, -1), float("inf"), 0.0)
     prefix = prompt + one[:index]
     size = min(_WINDOW, len(prefix) - 1)
     shapes = _one_at_a_time(target, prefix, size), _at_once(target, prefix, size)
@@ -80,7 +80,9 @@ def first_flip(
         scale = temperature
         noise_there = Noise(seed, target.vocab_size, target.device).gumbel(len(prefix), pair[0])
         gaps = gaps + temperature * (noise_there[0] - noise_there[1])
-    return Flip(index, (one[index], other[index]), float(gaps.abs().min()) / scale, float(noise) / scale)
+    return Difference(
+        index, (one[index], other[index]), float(gaps.abs().min()) / scale, float(noise) / scale
+    )
 
 
 def _spacing(value: float, dtype: torch.dtype) -> float:

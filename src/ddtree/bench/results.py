@@ -8,16 +8,23 @@ run that was broken off resumes there. Other lines hold what was learnt (`latenc
 from __future__ import annotations
 
 import json
+import os
+import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
+import torch
+import transformers
+
+import ddtree
 from ddtree.errors import ConfigError
+from ddtree.policy.cache import device_name
 
 FORMAT = 1
 RunKey = tuple[str, float, int]
@@ -88,45 +95,34 @@ class ResultsFile:
         self.path = path
         self.done: set[RunKey] = set()
         header = {"kind": "header", "format": FORMAT, **header}
-        try:
+        with _naming_file("read or written", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise _file_error("read or written", path, error) from error
         try:
             _lock(self._file, path)
             if not self._resume(header):
                 self.write([header])
         except BaseException:
-            with suppress(OSError):
-                self._file.close()
+            self.__exit__()
             raise
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """Append records, all of them at once. Raises ConfigError, for example when the disk is full."""
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        try:
-            self._file.write(text)
+        with _naming_file("written", self.path):
+            self._file.write("".join(json.dumps(record) + "\n" for record in records))
             self._file.flush()
-        except OSError as error:
-            raise _file_error("written", self.path, error) from error
 
     def __enter__(self) -> ResultsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
+    def __exit__(self, *_: object) -> None:
+        # Closing tries once more to write what did not fit; that error was raised already.
+        with suppress(OSError):
             self._file.close()
-        except OSError as failure:
-            # Closing tries once more to write what did not fit; that error was raised already.
-            if error is None:
-                raise _file_error("written", self.path, failure) from failure
 
     def _resume(self, header: dict[str, Any]) -> bool:
         """Keep the finished part of a run that was broken off; return whether there is any."""
-        try:
+        with _naming_file("read or written", self.path):
             text = self.path.read_bytes() if self.path.is_file() else b""
             lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
             known = None
@@ -142,26 +138,19 @@ class ResultsFile:
                     "run with the same ones to go on"
                 )
             self.done = _finished(known)
-            records = [json.loads(line) if line.strip() else {"kind": None} for line in lines]
-            kept = b"".join(
-                line
-                for line, record in zip(lines, records, strict=True)
-                if record["kind"] != "run" or _key(record) in self.done
-            )
-            same = len(kept) if text.startswith(kept) else 0
-            self._file.truncate(same)
-            self._file.write(kept[same:].decode("utf-8"))
+            # What was not finished is at the end.
+            self._file.truncate(sum(map(len, takewhile(self._is_finished, lines))))
             return True
-        except (OSError, UnicodeDecodeError) as error:
-            raise _file_error("read or written", self.path, error) from error
+
+    def _is_finished(self, line: bytes) -> bool:
+        record = json.loads(line) if line.strip() else {"kind": None}
+        return record["kind"] != "run" or _key(record) in self.done
 
 
 def read(path: Path) -> Results:
     """Read a file. Raises ConfigError, with the number of a bad line."""
-    try:
+    with _naming_file("read", path):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _file_error("read", path, error) from error
     return parse(text, str(path))
 
 
@@ -281,6 +270,47 @@ def _lock(file: TextIO, path: Path) -> None:
         return  # a file system without locks
 
 
-def _file_error(what: str, path: Path, error: Exception) -> ConfigError:
-    why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-    return ConfigError(f"{path} cannot be {what} ({why[0].lower() + why[1:]}): name another file")
+@contextmanager
+def _naming_file(what: str, path: Path) -> Iterator[None]:
+    """Raise ConfigError, with the path and what cannot be done, for the errors of files in a block."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(
+            f"{path} cannot be {what} ({why[0].lower() + why[1:]}): name another file"
+        ) from error
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return processor, cores this process may use, threads, accelerator and system as plain JSON values."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: dict[str, Any] = {
+        "processor": device_name(torch.device("cpu")),
+        "cores": usable,
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if device.type != "cpu":
+        found["accelerator"] = device_name(device)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of ddtree, torch, transformers and Python."""
+    return {
+        "ddtree": ddtree.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def busy_warning() -> str | None:
+    """Return a warning where other programs keep this machine's cores busy; None where it is idle or not known."""
+    if sys.platform == "win32":
+        return None
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < cores:
+        return None
+    return f"this machine is busy (load {load:.1f} on {cores} cores): the times will be too long, and uneven"

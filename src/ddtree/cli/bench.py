@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     from ddtree.bench import methods, prompt_sets, runner
-    from ddtree.bench.results import ResultsFile
+    from ddtree.bench.results import ResultsFile, busy_warning
 
     _settle(args)
     prompts = prompt_sets.read(args.prompts, args.per_task, args.limit)
@@ -133,16 +133,13 @@ def _measure(args: argparse.Namespace) -> int:
     plan = runner.BenchPlan(
         prompts, args.temperatures, args.turns, args.messages, args.max_tokens, pair.target.max_context, args.seed
     )  # fmt: skip
-    if warning := runner.busy_warning():
+    if warning := busy_warning():
         print(f"ddtree: {warning}", file=sys.stderr)
     header = _header(args, pair, compared, prompt_sets.digest(prompts))
     with ResultsFile(args.out, header) as results:
         if results.done:
             print(f"ddtree: going on with {args.out}", file=sys.stderr)
-        runner.BenchRunner(
-            compared, plan, encode=pair.encode, decode=pair.decode, results=results,
-            compare=lambda *given: runner.compare_outputs(pair.target, *given),
-        ).run()  # fmt: skip
+        runner.BenchRunner(compared, plan, pair, results).run()
     return _report(args.out, args)
 
 
@@ -150,14 +147,14 @@ def _header(
     args: argparse.Namespace, pair: ModelPair, compared: list[DecodingMethod], digest: str
 ) -> dict[str, Any]:
     """Return the first line of the results: what was measured, on what, when and how."""
-    from ddtree.bench import runner
     from ddtree.bench.methods import BASELINES
+    from ddtree.bench.results import describe_machine, versions
 
     return {
         "date": _now(),
         "command": shlex.join(["ddtree", *sys.argv[1:]]),
-        "machine": runner.describe_machine(pair.target.device),
-        "versions": runner.versions(),
+        "machine": describe_machine(pair.target.device),
+        "versions": versions(),
         "acceptance_seen": {name: known.seen for name, known in pair.acceptance().items()},
         "settings": {
             "target": args.target,

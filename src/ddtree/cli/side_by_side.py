@@ -15,7 +15,7 @@ from ddtree.cli import options
 
 if TYPE_CHECKING:
     from ddtree.api import Model, Result
-    from ddtree.bench.near_ties import Flip
+    from ddtree.bench.near_ties import Difference
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -59,14 +59,14 @@ class PromptComparison:
     prompt: str
     plain: TimedResult
     tree: TimedResult
-    flip: Flip | None
+    difference: Difference | None
 
     @property
     def verdict(self) -> str:
         """Return "identical", "near-tie" or "DIFFERENT"."""
-        if self.flip is None:
+        if self.difference is None:
             return "identical"
-        return "near-tie" if self.flip.near_tie else "DIFFERENT"
+        return "near-tie" if self.difference.near_tie else "DIFFERENT"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         float32, which is then checked and said; 1 where they differ for any other reason.
     """
     from ddtree import api
-    from ddtree.bench.runner import busy_warning
+    from ddtree.bench.results import busy_warning
 
     options.quiet_transformers(args.debug)
     options.replace_unencodable_output()
@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n> {prompt}\n", flush=True)
         # Which one goes first alternates, so that neither gains from a machine that slows down or speeds up.
         plain, tree = _answer_both(model, prompt, (number % 2, 1 - number % 2), chosen)
-        flip = _first_flip(model, plain.result, tree.result, args.temperature)
-        comparisons.append(PromptComparison(prompt, plain, tree, flip))
+        difference = _first_difference(model, plain.result, tree.result, args.temperature)
+        comparisons.append(PromptComparison(prompt, plain, tree, difference))
         print(f"\n{_line(comparisons[-1])}", flush=True)
     _report(comparisons)
     ties = [one.prompt for one in comparisons if one.verdict == "near-tie"]
@@ -137,13 +137,15 @@ def _answer_both(
     return timed[0], timed[1]
 
 
-def _first_flip(model: Model, plain: Result, tree: Result, temperature: float) -> Flip | None:
-    from ddtree.bench.near_ties import first_flip
+def _first_difference(model: Model, plain: Result, tree: Result, temperature: float) -> Difference | None:
+    from ddtree.bench.near_ties import first_difference
 
     if plain.token_ids == tree.token_ids:
         return None
     target: Any = model.engine.target  # verifies trees: any other decodes both in the same way
-    return first_flip(target, plain.prompt_ids, plain.token_ids, tree.token_ids, temperature, plain.seed)
+    return first_difference(
+        target, plain.prompt_ids, plain.token_ids, tree.token_ids, temperature, plain.seed
+    )
 
 
 def _same_texts(model: Model, prompts: list[str], chosen: dict[str, Any]) -> bool:
@@ -183,12 +185,12 @@ def _report(comparisons: list[PromptComparison]) -> None:
         name = one.prompt if len(one.prompt) <= 34 else one.prompt[:31] + "..."
         print(row.format(name, *_figures([one.plain], [one.tree]), one.verdict))
     print(row.format("all", *_figures(plain, tree), "").rstrip() + "\n")
-    if all(one.flip is None for one in comparisons):
+    if all(one.difference is None for one in comparisons):
         tokens = sum(len(one.result.token_ids) for one in plain)
         print(f"All {len(comparisons)} texts are identical, token for token ({tokens} tokens).")
     for one in comparisons:
-        if one.flip is not None:
-            print(_explain(one.flip, one.prompt))
+        if one.difference is not None:
+            print(_explain(one.difference, one.prompt))
     arms = sum((one.result.stats.arms for one in tree), start=Counter[str]())
     print(f"Forward passes by way of drafting: {', '.join(f'{n} {arm}' for arm, n in arms.most_common())}.")
     speedup = _speed(tree) / _speed(plain)
@@ -210,16 +212,16 @@ def _speed(timed: list[TimedResult]) -> float:
     return sum(len(one.result.token_ids) for one in timed) / sum(one.seconds for one in timed)
 
 
-def _explain(flip: Flip, prompt: str) -> str:
-    where = f'The texts for "{prompt}" part at token {flip.index + 1}'
-    if flip.near_tie:
+def _explain(difference: Difference, prompt: str) -> str:
+    where = f'The texts for "{prompt}" part at token {difference.index + 1}'
+    if difference.near_tie:
         return (
-            f"{where}, at a near-tie: the best two scores are {flip.gap:.3g} apart, and the same forward "
-            f"in another shape moves them by up to {flip.noise:.3g}. Either text is the model's own."
+            f"{where}, at a near-tie: the best two scores are {difference.gap:.3g} apart, and the same forward "
+            f"in another shape moves them by up to {difference.noise:.3g}. Either text is the model's own."
         )
     return (
-        f"{where}, where the scores are {flip.gap:.3g} apart and the forward pass is good to "
-        f"{flip.noise:.3g}: that is a defect, please report it."
+        f"{where}, where the scores are {difference.gap:.3g} apart and the forward pass is good to "
+        f"{difference.noise:.3g}: that is a defect, please report it."
     )
 
 
