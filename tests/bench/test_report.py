@@ -48,7 +48,7 @@ def figures(*records, cells=("off", "chain")):
 def test_speeds_of_decoding_leave_the_first_token_out():
     run = record("off", 5.0, tokens=11, total=8.0)
     assert speed(run, "decode") == 2.0 and speed(run, "total") == 11 / 8
-    assert speed(record("off", 0.0, tokens=1), "decode") is None
+    assert math.isnan(speed(record("off", 0.0, tokens=1), "decode"))
 
 
 def test_ratios_are_taken_within_a_turn_and_medians_over_turns_then_prompts():
@@ -74,7 +74,7 @@ def test_tau_pools_rounds_and_the_geometric_mean_is_over_tasks():
     assert found.tau("chain", "chat") == 1 + 6 / 4
     assert found.tau("chain") == 1 + 18 / 16
     assert found.geometric("chain", "off") == pytest.approx(math.sqrt(4.0 * 1.0))
-    assert found.tau("chain", "none") is None and found.geometric("none", "off") is None
+    assert math.isnan(found.tau("chain", "none")) and math.isnan(found.geometric("none", "off"))
 
 
 def table(raw, title):

@@ -13,7 +13,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
@@ -146,14 +146,18 @@ def load_table(replies: Sequence[TimedReply]) -> Table:
         good = [reply for reply in every if reply.error is None]
         speeds = _speeds(every)
         ratios = [speeds[block] / base_speeds[block] for block in speeds if base_speeds.get(block)]
-        row = [mode, str(len(every)), str(len(every) - len(good))]
-        row += [_spread(list(speeds.values()), 1), _spread(ratios, 2)]
-        row += [_spread([1e3 * reply.ttft for reply in good if reply.ttft is not None], 0)]
-        row += [_spread([1e3 * reply.tpot for reply in good if reply.tpot is not None], 1)]
-        cached, asked = (sum(getattr(r, name) for r in good) for name in ("cached_tokens", "prompt_tokens"))
+        cached, asked = sum(reply.cached_tokens for reply in good), sum(reply.prompt_tokens for reply in good)
         compared = [reply.text == base_texts[reply.id] for reply in good if reply.id in base_texts]
-        row += [f"{cached / asked:.0%}" if asked else "-", f"{sum(compared)} of {len(compared)}"]
-        rows.append(row)
+        row = [
+            mode,
+            str(len(every)),
+            str(len(every) - len(good)),
+            _spread(speeds.values(), 1),
+            _spread(ratios, 2),
+        ]
+        row += [_spread((1e3 * reply.ttft for reply in good if reply.ttft is not None), 0)]
+        row += [_spread((1e3 * reply.tpot for reply in good if reply.tpot is not None), 1)]
+        rows.append([*row, f"{cached / asked:.0%}" if asked else "-", f"{sum(compared)} of {len(compared)}"])
     title = "Medians (quartiles): of tokens/s and ratios over blocks, of times over answers"
     header = ["mode", "answers", "failed", "tokens/s", f"over {base}", "TTFT (ms)", "TPOT (ms)"]
     return Table(title, [*header, "prompt cached", "same text"], rows)
@@ -164,19 +168,17 @@ def _speeds(replies: Sequence[TimedReply]) -> dict[int, float]:
     blocks: dict[int, list[TimedReply]] = defaultdict(list)
     for reply in replies:
         blocks[reply.block].append(reply)
-    return {
-        block: sum(reply.tokens for reply in of_block)
-        / (max(reply.sent + reply.latency for reply in of_block) - min(reply.sent for reply in of_block))
-        for block, of_block in blocks.items()
-    }
+    return {number: sum(reply.tokens for reply in block)
+            / (max(reply.sent + reply.latency for reply in block) - min(reply.sent for reply in block))
+            for number, block in blocks.items()}  # fmt: skip
 
 
-def _spread(values: Sequence[float], places: int) -> str:
-    found = quartiles(values)
-    if found is None:
+def _spread(values: Iterable[float], places: int) -> str:
+    known = list(values)
+    if not known:
         return "-"
-    low, high = found
-    return f"{statistics.median(values):.{places}f} ({low:.{places}f} to {high:.{places}f})"
+    low, high = quartiles(known)
+    return f"{statistics.median(known):.{places}f} ({low:.{places}f} to {high:.{places}f})"
 
 
 def drafting_fields(mode: str) -> dict[str, Any]:
@@ -234,8 +236,9 @@ async def measure(
 
         async def ask(block: int, mode: str, prompt: BenchPrompt, **more: Any) -> TimedReply:
             reply = TimedReply(block, mode, prompt.id, time.perf_counter())
-            body = {**plan.fields, **more, **drafting_fields(mode), "model": name}
-            await _read_answer(client, {**body, "messages": [_user(prompt)]}, reply)
+            messages = [{"role": "user", "content": prompt.turns[0]}]
+            body = {**plan.fields, **more, **drafting_fields(mode), "model": name, "messages": messages}
+            await _read_answer(client, body, reply)
             return reply
 
         async def work(block: int, mode: str, waiting: Iterator[BenchPrompt]) -> None:
@@ -250,10 +253,6 @@ async def measure(
             waiting = iter(prompts)
             await asyncio.gather(*(work(block, mode, waiting) for _ in range(plan.concurrency)))
     return name, replies
-
-
-def _user(prompt: BenchPrompt) -> dict[str, str]:
-    return {"role": "user", "content": prompt.turns[0]}
 
 
 async def _read_answer(client: httpx.AsyncClient, body: dict[str, Any], reply: TimedReply) -> None:
@@ -279,17 +278,13 @@ async def _read_answer(client: httpx.AsyncClient, body: dict[str, Any], reply: T
 
 
 async def sse_events(source: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Yield the data of each server-sent event as soon as it is complete.
+    """Yield the data of each server-sent event, of which an OpenAI-compatible one has a single line.
 
     Only line feeds end a line: JSON may hold other characters that `splitlines` takes for the end of one.
     """
     rest = b""
-    data: list[bytes] = []
     async for piece in source:
         *lines, rest = (rest + piece).split(b"\n")
-        for line in map(bytes.rstrip, lines):
+        for line in lines:
             if line.startswith(b"data:"):
-                data.append(line[5:].lstrip())
-            elif not line and data:
-                yield b"\n".join(data).decode("utf-8", "replace")
-                data = []
+                yield line[5:].strip().decode("utf-8", "replace")

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
-from ddtree.bench.methods import OFF
+from ddtree.bench.methods import OFF, UNCOUPLED
 from ddtree.bench.results import Results
-from ddtree.bench.run_stats import (
-    RunStats,
-    all_stats,
-    is_coupled,
-    median,
-    quartiles,
-    quotient,
-    with_coupling,
-)
+from ddtree.bench.run_stats import RunStats, Span, all_stats, median, quartiles
 from ddtree.errors import ConfigError
 
 PARTS = ("draft", "build", "verify", "walk", "commit")
-_HF = "hf"
 _NO_SLOWER = 0.97  # a ratio from here on counts as no slower: the rest is noise
 _NONE = "-"
 _END = "<!-- end of figures -->"
@@ -81,52 +74,60 @@ def _of_temperature(stats: RunStats) -> Iterator[Table]:
     for cell in stats.adaptive():
         yield _against(stats, cell)
     yield _rounds(stats)
-    uncoupled = [
-        cell for cell in stats.columns if not is_coupled(cell) and with_coupling(cell) in stats.columns
-    ]
-    if stats.temperature > 0 and uncoupled:
-        yield _coupling(stats, uncoupled)
+    coupled = [cell.removesuffix(UNCOUPLED) for cell in stats.specs if cell.endswith(UNCOUPLED)]
+    if stats.temperature > 0 and (both := [cell for cell in coupled if cell in stats.specs]):
+        yield _coupling(stats, both)
     yield _detail(stats)
 
 
 def _speedups(stats: RunStats) -> Table:
     columns = stats.columns[1:]
     rows = [[task, *(_number(stats.ratio(cell, OFF, task)) for cell in columns)] for task in stats.tasks]
-    rows.append(["geometric mean", *(_number(stats.geometric(cell, OFF)) for cell in columns)])
-    if _HF in columns:
-        rows.append(["geometric mean, over hf", *(_number(stats.geometric(cell, _HF)) for cell in columns)])
+    for base, name in ((OFF, "geometric mean"), ("hf", "geometric mean, over hf")):
+        if base in stats.columns:
+            rows.append([name, *(_number(stats.geometric(cell, base)) for cell in columns)])
     return Table(f"Speedup of decoding over off, {stats.at}", ["task", *columns], rows)
 
 
 def _taus(stats: RunStats) -> Table:
-    columns = [cell for cell in stats.columns if cell != OFF and stats.tau(cell) is not None]
-    rows = [
-        [task or "all", *(_number(stats.tau(cell, task)) for cell in columns)]
-        for task in (*stats.tasks, None)
-    ]
+    columns = [cell for cell in stats.columns if cell != OFF and stats.accepted(cell)]
+    every = (*stats.tasks, None)
+    rows = [[task or "all", *(_number(stats.tau(cell, task)) for cell in columns)] for task in every]
     return Table(f"Tokens a round (tau), {stats.at}", ["task", *columns], rows)
 
 
+_SPEEDS = ("tokens/s decoding", "tokens/s in all", "speedup decoding", "quartiles")
+
+
+def _speeds_of(stats: RunStats, cell: str, task: str | None = None) -> list[str]:
+    """Return the figures of the columns `_SPEEDS`."""
+    decoding, total = (median(stats.speeds(cell, task, span)) for span in get_args(Span))
+    ratios = stats.ratios(cell, OFF, task)
+    low, high = map(_number, quartiles(ratios))
+    return [_number(decoding, ".1f"), _number(total, ".1f"), _number(median(ratios)),
+            f"{low} to {high}" if ratios else _NONE]  # fmt: skip
+
+
 def _speeds(stats: RunStats) -> Table:
-    header = [
-        "cell",
-        "tokens/s decoding",
-        "tokens/s in all",
-        "speedup decoding",
-        "quartiles",
-        "speedup in all",
-    ]
-    header += ["nodes a round", "noise", "equal", "near-tie", "different"]
+    verdicts = ("equal", "near-tie", "different")
+    header = ["cell", *_SPEEDS, "speedup in all", "nodes a round", "noise", *verdicts]
     rows = []
     for cell in stats.columns:
-        verdicts, noise = Counter(run["verdict"]["kind"] for run in stats.runs(cell)), stats.noise(cell)
-        speeds = _number(median(stats.speeds(cell)), 1), _number(median(stats.speeds(cell, span="total")), 1)
-        ratios = stats.ratios(cell, OFF)
-        row = [cell, *speeds, _number(median(ratios)), _range(ratios)]
-        row += [_number(stats.ratio(cell, OFF, span="total")), _number(stats.nodes(cell), 1)]
-        row.append(_NONE if noise is None else f"{noise:.1%}")
-        rows.append(row + [str(verdicts[kind]) for kind in ("equal", "near-tie", "different")])
+        counts = Counter(run["verdict"]["kind"] for run in stats.runs(cell))
+        row = [cell, *_speeds_of(stats, cell), _number(stats.ratio(cell, OFF, span="total"))]
+        row += [_number(stats.nodes(cell), ".1f"), _number(stats.noise(cell), ".1%")]
+        rows.append([*row, *(str(counts[kind]) for kind in verdicts)])
     return Table(f"Speeds, medians over all prompts, {stats.at}", header, rows)
+
+
+def _detail(stats: RunStats) -> Table:
+    header = ["task, cell", "prompts", "tau", *_SPEEDS]
+    rows = []
+    for task, cell in product(stats.tasks, stats.columns):
+        tau = _NONE if cell == OFF else _number(stats.tau(cell, task))
+        prompts = str(len(stats.speeds(cell, task, "total")))
+        rows.append([f"{task}, {cell}", prompts, tau, *_speeds_of(stats, cell, task)])
+    return Table(f"Each task and cell, {stats.at}", header, rows, detail=True)
 
 
 def _against(stats: RunStats, cell: str) -> Table:
@@ -142,78 +143,58 @@ def _against(stats: RunStats, cell: str) -> Table:
 
 def _rounds(stats: RunStats) -> Table:
     found = {cell: seconds for cell in stats.columns if (seconds := stats.round_seconds(cell))}
-    rows = [
-        [cell, *(_number(1e3 * seconds.get(part, 0.0)) for part in PARTS)] for cell, seconds in found.items()
-    ]
+    rows = [[cell, *(_number(1e3 * parts.get(part, 0.0)) for part in PARTS)] for cell, parts in found.items()]
     return Table(f"Milliseconds of a round by part, {stats.at}", ["cell", *PARTS], rows)
 
 
-def _coupling(stats: RunStats, uncoupled: list[str]) -> Table:
+def _coupling(stats: RunStats, cells: list[str]) -> Table:
     header = ["task"]
-    for cell in uncoupled:
-        header += [f"{with_coupling(cell)} tau", "uncoupled tau", "gain", "speed gain"]
+    for cell in cells:
+        header += [f"{cell} tau", "uncoupled tau", "gain", "speed gain"]
     rows = []
     for task in (*stats.tasks, None):
         row = [task or "all"]
-        for cell in uncoupled:
-            on, off = stats.tau(with_coupling(cell), task), stats.tau(cell, task)
-            gains = quotient(on, off), stats.ratio(with_coupling(cell), cell, task)
-            row += [_number(on), _number(off), *(_NONE if g is None else f"{g - 1:+.1%}" for g in gains)]
+        for cell in cells:
+            on, off = stats.tau(cell, task), stats.tau(cell + UNCOUPLED, task)
+            gains = on / off - 1, stats.ratio(cell, cell + UNCOUPLED, task) - 1
+            row += [_number(on), _number(off), *(_number(gain, "+.1%") for gain in gains)]
         rows.append(row)
     title = f"Drafting that looks at the noise, against drafting that does not, {stats.at}"
     return Table(title, header, rows)
-
-
-def _detail(stats: RunStats) -> Table:
-    header = ["task, cell", "prompts", "tau", "tokens/s decoding", "tokens/s in all", "speedup decoding"]
-    rows = []
-    for task in stats.tasks:
-        for cell in stats.columns:
-            speeds, total = stats.speeds(cell, task), stats.speeds(cell, task, "total")
-            ratios = stats.ratios(cell, OFF, task)
-            tau = _NONE if cell == OFF else _number(stats.tau(cell, task))
-            row = [f"{task}, {cell}", str(len(total)), tau]
-            row += [_number(median(speeds), 1), _number(median(total), 1), _number(median(ratios))]
-            rows.append([*row, _range(ratios)])
-    return Table(f"Each task and cell, {stats.at}", [*header, "quartiles"], rows, detail=True)
 
 
 def _checks(everything: Sequence[RunStats]) -> Table:
     """Return in how many tasks and temperatures each claim holds, and where it holds least."""
     claims: dict[tuple[str, float], list[tuple[float, str]]] = defaultdict(list)
     for stats, task in [(each, task) for each in everything for task in each.tasks]:
-        where = f"{task}, {stats.at}"
-        for cell in stats.columns:
+        for cell, spec in stats.specs.items():
             chain = stats.chain_of(cell)
-            fixed_tree = is_coupled(cell) and re.fullmatch(r"tree:\d+(@.*)?", cell)
-            if chain and fixed_tree and (ratio := quotient(stats.tau(cell, task), stats.tau(chain, task))):
-                claims[f"tau({cell}) >= tau({chain})", 1.0].append((ratio, where))
+            if chain and spec.coupled and spec.method == "tree" and not spec.adaptive:
+                ratio = stats.tau(cell, task) / stats.tau(chain, task)
+                claims[f"tau({cell}) >= tau({chain})", 1.0].append((ratio, f"{task}, {stats.at}"))
         for cell in stats.adaptive():
             chain, best = stats.chain_of(cell), stats.best(stats.rivals(cell), task)
             for other, name in ((OFF, OFF), (chain, chain), (best, "the best fixed cell")):
-                if other and (ratio := stats.ratio(cell, other, task)):
-                    claims[f"speed({cell}) >= {_NO_SLOWER} of {name}", _NO_SLOWER].append((ratio, where))
+                if other:
+                    claim = f"speed({cell}) >= {_NO_SLOWER} of {name}", _NO_SLOWER
+                    claims[claim].append((stats.ratio(cell, other, task), f"{task}, {stats.at}"))
     rows = []
-    for (claim, bound), values in claims.items():
-        least, where = min(values)
-        held = sum(value >= bound for value, _ in values)
-        rows.append([claim, f"{held} of {len(values)}", _number(least, 3), where])
+    for (claim, bound), found in claims.items():
+        if values := [(ratio, where) for ratio, where in found if ratio > 0]:
+            least, where = min(values)
+            held = sum(ratio >= bound for ratio, _ in values)
+            rows.append([claim, f"{held} of {len(values)}", _number(least, ".3f"), where])
     return Table("Checks", ["claim", "holds in", "least ratio", "there"], rows)
 
 
-def _number(value: float | None, places: int = 2) -> str:
-    return _NONE if value is None else f"{value:.{places}f}"
-
-
-def _range(values: list[float]) -> str:
-    found = quartiles(values)
-    return _NONE if found is None else f"{found[0]:.2f} to {found[1]:.2f}"
+def _number(value: float, form: str = ".2f") -> str:
+    return _NONE if math.isnan(value) else format(value, form)
 
 
 def _wins(values: list[float]) -> str:
     if not values:
         return _NONE
-    return f"{statistics.median(values):.3f} ({sum(value >= 1 for value in values)} of {len(values)})"
+    return f"{median(values):.3f} ({sum(value >= 1 for value in values)} of {len(values)})"
 
 
 def terminal(results: Results) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from ddtree.bench.methods import OFF, UNCOUPLED
+from ddtree.bench.methods import OFF, parse_method
 from ddtree.bench.results import Results
 
 Span = Literal["decode", "total"]
@@ -15,19 +17,23 @@ Record = dict[str, Any]
 
 
 class RunStats:
-    """Statistics of the runs of one temperature.
+    """Statistics of the runs of one temperature. A figure that nothing was measured for is NaN.
 
     Attributes:
         at: the temperature as in titles, such as "T=0".
         tasks: in the order they came.
         columns: names of methods and baselines.
+        specs: the methods of the engine by name.
+
+    Raises:
+        ConfigError: the results name a method that is malformed.
     """
 
     def __init__(self, results: Results, temperature: float) -> None:
         self.temperature = temperature
         self.at = f"T={temperature:g}"
         self.columns = results.columns
-        self.baselines = results.settings["baselines"]
+        self.specs = {cell: parse_method(cell) for cell in results.settings["cells"]}
         runs = [run for run in results.runs if run["temperature"] == temperature]
         self.tasks: list[str] = list(dict.fromkeys(run["task"] for run in runs))
         self._runs: dict[str, dict[tuple[str, int], list[Record]]] = defaultdict(lambda: defaultdict(list))
@@ -44,8 +50,7 @@ class RunStats:
 
     def speeds(self, cell: str, task: str | None = None, span: Span = "decode") -> list[float]:
         """Return tokens per second of each prompt: the median over its turns."""
-        known = [[speed(run, span) for run in turns] for turns in self.prompts(cell, task)]
-        return _medians(known)
+        return _medians([speed(run, span) for run in turns] for turns in self.prompts(cell, task))
 
     def ratios(self, cell: str, base: str, task: str | None = None, span: Span = "decode") -> list[float]:
         """Return how many times as fast as another method each prompt is: of ratios within a turn, their median."""
@@ -53,18 +58,17 @@ class RunStats:
         for turns in self.prompts(cell, task):
             others = self._runs[base].get((turns[0]["id"], turns[0]["message"]), [])
             theirs = {run["turn"]: speed(run, span) for run in others}
-            found.append([quotient(speed(run, span), theirs.get(run["turn"])) for run in turns])
+            found.append([speed(run, span) / theirs.get(run["turn"], math.nan) for run in turns])
         return _medians(found)
 
-    def ratio(self, cell: str, base: str, task: str | None = None, span: Span = "decode") -> float | None:
+    def ratio(self, cell: str, base: str, task: str | None = None, span: Span = "decode") -> float:
         """Return the median of the ratios over prompts."""
         return median(self.ratios(cell, base, task, span))
 
-    def geometric(self, cell: str, base: str) -> float | None:
+    def geometric(self, cell: str, base: str) -> float:
         """Return the geometric mean over tasks of the median ratios."""
-        found = [self.ratio(cell, base, task) for task in self.tasks]
-        known = [value for value in found if value is not None]
-        return statistics.geometric_mean(known) if known else None
+        known = _known(self.ratio(cell, base, task) for task in self.tasks)
+        return statistics.geometric_mean(known) if known else math.nan
 
     def accepted(self, cell: str, task: str | None = None) -> Counter[int]:
         """Return the number of rounds by accepted drafted tokens."""
@@ -73,16 +77,16 @@ class RunStats:
             found.update({int(depth): count for depth, count in run["accepted_depth"].items()})
         return found
 
-    def tau(self, cell: str, task: str | None = None) -> float | None:
-        """Return tokens per round, pooled over all rounds; None where no rounds were counted."""
+    def tau(self, cell: str, task: str | None = None) -> float:
+        """Return tokens per round, pooled over all rounds."""
         depths = self.accepted(cell, task)
         rounds = depths.total()
-        return 1 + sum(depth * count for depth, count in depths.items()) / rounds if rounds else None
+        return 1 + sum(depth * count for depth, count in depths.items()) / rounds if rounds else math.nan
 
-    def nodes(self, cell: str) -> float | None:
+    def nodes(self, cell: str) -> float:
         """Return drafted nodes per round."""
         rounds = sum(run["rounds"] for run in self.runs(cell))
-        return sum(run["nodes"] for run in self.runs(cell)) / rounds if rounds else None
+        return sum(run["nodes"] for run in self.runs(cell)) / rounds if rounds else math.nan
 
     def round_seconds(self, cell: str) -> dict[str, float]:
         """Return seconds of a round by part: the median over runs of each run's mean."""
@@ -93,69 +97,36 @@ class RunStats:
                     by_part[part].append(seconds / run["rounds"])
         return {part: statistics.median(values) for part, values in by_part.items()}
 
-    def noise(self, cell: str) -> float | None:
-        """Return the relative standard deviation of a prompt's speed over turns, median; None with a single turn."""
-        found = []
-        for turns in self.prompts(cell):
-            known = [value for run in turns if (value := speed(run, "decode")) is not None]
-            if len(known) > 1:
-                found.append(statistics.stdev(known) / statistics.mean(known))
-        return median(found)
+    def noise(self, cell: str) -> float:
+        """Return the relative standard deviation of a prompt's speed over turns, median; NaN with a single turn."""
+        speeds = [_known(speed(run, "decode") for run in turns) for turns in self.prompts(cell)]
+        return median(
+            [statistics.stdev(known) / statistics.mean(known) for known in speeds if len(known) > 1]
+        )
 
     def adaptive(self) -> list[str]:
         """Return the methods that leave something to a policy, without those that hide the noise."""
-        return [cell for cell in self.columns if base_of(cell) in ("auto", "tree:auto") and is_coupled(cell)]
+        return [cell for cell, spec in self.specs.items() if spec.adaptive and spec.coupled]
 
     def rivals(self, cell: str) -> list[str]:
         """Return the fixed methods that an adaptive one chooses from: of its drafters, or of any when it has all."""
-        others = {*self.adaptive(), *self.baselines}
-        fixed = [name for name in self.columns if name not in others and is_coupled(name)]
-        same = [name for name in fixed if _drafters(name) == _drafters(cell)]
-        if base_of(cell) == "tree:auto":
-            return [name for name in same if name.startswith("tree:")]
-        return [name for name in fixed if not _drafters(cell) or name == OFF or name in same]
+        own = self.specs[cell]
+        fixed = [spec for spec in self.specs.values() if spec.coupled and not spec.adaptive]
+        if own.method == "tree":
+            fixed = [spec for spec in fixed if spec.method == "tree" and spec.members == own.members]
+        elif own.members:
+            fixed = [spec for spec in fixed if spec.name == OFF or spec.members == own.members]
+        return [spec.name for spec in fixed]
 
     def best(self, cells: Sequence[str], task: str) -> str | None:
         """Return the method with the highest median ratio to `off`."""
-        found = {cell: value for cell in cells if (value := self.ratio(cell, OFF, task)) is not None}
-        return max(found, key=lambda cell: found[cell]) if found else None
+        found = {cell: self.ratio(cell, OFF, task) for cell in cells}
+        return max(cells, key=lambda cell: found[cell]) if _known(found.values()) else None
 
     def chain_of(self, cell: str) -> str | None:
         """Return the chain of the same drafters, or of all of them."""
-        names = (f"chain{cell[len(base_of(cell)) :]}", "chain")
+        names = (re.sub(r"^[^@+]*", "chain", cell), "chain")
         return next((name for name in names if name in self.columns and name != cell), None)
-
-
-def speed(run: Record, span: Span) -> float | None:
-    """Return tokens per second of one run: of decoding, which begins after the first token, or with the prompt."""
-    tokens, seconds = run["tokens"], run["total_s"]
-    if span == "decode":
-        tokens, seconds = tokens - 1, run["decode_s"]
-    return tokens / seconds if seconds > 0 and (tokens > 0 or span == "total") else None
-
-
-def median(values: Sequence[float]) -> float | None:
-    """Return the median; None of no values."""
-    return statistics.median(values) if values else None
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the first and the third quartile; None of no values."""
-    if len(values) < 2:
-        return (values[0], values[0]) if values else None
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return first, third
-
-
-def _medians(values: Sequence[Sequence[float | None]]) -> list[float]:
-    """Return the median of each list without what is None; nothing for a list of None alone."""
-    known = [[value for value in each if value is not None] for each in values]
-    return [statistics.median(each) for each in known if each]
-
-
-def quotient(one: float | None, other: float | None) -> float | None:
-    """Return one / other; None where either is."""
-    return None if one is None or other is None else one / other
 
 
 def all_stats(results: Results) -> list[RunStats]:
@@ -164,20 +135,31 @@ def all_stats(results: Results) -> list[RunStats]:
     return [stats for stats in found if stats.tasks]
 
 
-def base_of(cell: str) -> str:
-    """Return a method's name without its drafters, such as "tree:16" of "tree:16@dflash"."""
-    return cell.removesuffix(UNCOUPLED).partition("@")[0]
+def speed(run: Record, span: Span) -> float:
+    """Return tokens per second of one run: of decoding, which begins after the first token, or with the prompt."""
+    tokens, seconds = run["tokens"], run["total_s"]
+    if span == "decode":
+        tokens, seconds = tokens - 1, run["decode_s"]
+    return tokens / seconds if seconds > 0 and (tokens > 0 or span == "total") else math.nan
 
 
-def is_coupled(cell: str) -> bool:
-    """Return whether a method's drafters may look at the noise of sampled rows."""
-    return not cell.endswith(UNCOUPLED)
+def median(values: Sequence[float]) -> float:
+    """Return the median; NaN of no values."""
+    return statistics.median(values) if values else math.nan
 
 
-def with_coupling(cell: str) -> str:
-    """Return the name of the same method with coupling."""
-    return cell.removesuffix(UNCOUPLED)
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the first and the third quartile; NaN of no values."""
+    if len(values) < 2:
+        return median(values), median(values)
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
 
 
-def _drafters(cell: str) -> str:
-    return cell.partition("@")[2]
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _medians(values: Iterable[Iterable[float]]) -> list[float]:
+    """Return the median of each list without its NaN; nothing for a list without any other value."""
+    return [statistics.median(known) for each in values if (known := _known(each))]
