@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
         plain, tree = _answer_both(model, prompt, (number % 2, 1 - number % 2), chosen)
         difference = _first_difference(model, plain.result, tree.result, args.temperature)
         comparisons.append(PromptComparison(prompt, plain, tree, difference))
-        print(f"\n{_line(comparisons[-1])}", flush=True)
+        line = "{} ({} tokens/s) against {} ({} tokens/s): {}, {} tokens per forward pass; texts {}"
+        print("\n" + line.format(*_figures([plain], [tree]), comparisons[-1].verdict), flush=True)
     _report(comparisons)
     ties = [one.prompt for one in comparisons if one.verdict == "near-tie"]
     settled = not ties or _same_texts(api.load(args.target, **names, dtype="float32"), ties, chosen)
@@ -168,14 +169,6 @@ def _describe(model: Model, args: argparse.Namespace) -> str:
     return f"target {args.target}, drafter {args.drafter}, {dtype} on {where}"
 
 
-def _line(one: PromptComparison) -> str:
-    plain, tree = _speed([one.plain]), _speed([one.tree])
-    return (
-        f"{one.plain.seconds:.2f} s ({plain:.1f} tokens/s) against {one.tree.seconds:.2f} s ({tree:.1f} tokens/s): "
-        f"{tree / plain:.2f}x, {one.tree.result.stats.tau:.2f} tokens per forward pass; texts {one.verdict}"
-    )
-
-
 def _report(comparisons: list[PromptComparison]) -> None:
     """Print a table of all prompts, whether the texts are identical, and how much faster drafting was."""
     plain, tree = [one.plain for one in comparisons], [one.tree for one in comparisons]
@@ -185,12 +178,10 @@ def _report(comparisons: list[PromptComparison]) -> None:
         name = one.prompt if len(one.prompt) <= 34 else one.prompt[:31] + "..."
         print(row.format(name, *_figures([one.plain], [one.tree]), one.verdict))
     print(row.format("all", *_figures(plain, tree), "").rstrip() + "\n")
-    if all(one.difference is None for one in comparisons):
-        tokens = sum(len(one.result.token_ids) for one in plain)
-        print(f"All {len(comparisons)} texts are identical, token for token ({tokens} tokens).")
-    for one in comparisons:
-        if one.difference is not None:
-            print(_explain(one.difference, one.prompt))
+    differences = [_explain(one.difference, one.prompt) for one in comparisons if one.difference is not None]
+    tokens = sum(len(one.result.token_ids) for one in plain)
+    same = f"All {len(comparisons)} texts are identical, token for token ({tokens} tokens)."
+    print(*(differences or [same]), sep="\n")
     arms = sum((one.result.stats.arms for one in tree), start=Counter[str]())
     print(f"Forward passes by way of drafting: {', '.join(f'{n} {arm}' for arm, n in arms.most_common())}.")
     speedup = _speed(tree) / _speed(plain)
@@ -267,42 +258,38 @@ class Columns:
 
 def wrap(text: str, width: int) -> list[str]:
     """Return lines of at most `width` cells, broken at spaces where there are any, and at the text's own breaks."""
-    return [
-        line for paragraph in text.expandtabs(4).split("\n") for line in _wrap_paragraph(paragraph, width)
-    ]
+    # A terminal must not be sent control characters.
+    shown = (c for c in text.expandtabs(4) if c == "\n" or unicodedata.category(c) not in ("Cc", "Cs"))
+    lines: list[str] = []
+    for paragraph in "".join(shown).split("\n"):
+        broken: list[str] = []
+        for word in paragraph.split(" "):
+            if broken and _cells(f"{broken[-1]} {word}") <= width:
+                broken[-1] += f" {word}"
+            else:
+                broken += _pieces(word, width)
+        lines += broken
+    return lines
 
 
-def _wrap_paragraph(text: str, width: int) -> list[str]:
-    lines, line, used, space = [], "", 0, -1
-    for character in text:
-        cells = _cells(character)
-        if cells < 0:
-            continue
-        if used + cells > width:
-            if character == " ":
-                lines.append(line)
-                line, used, space = "", 0, -1
-                continue
-            kept = line[:space] if space > 0 else line
-            line = line[len(kept) :].removeprefix(" ")
-            lines.append(kept)
-            used, space = sum(map(_cells, line)), -1
-        if character == " ":
-            space = len(line)
-        line += character
-        used += cells
-    return [*lines, line]
+def _pieces(word: str, width: int) -> list[str]:
+    """Cut a word into pieces of at most `width` cells."""
+    pieces = [""]
+    for character in word:
+        if _cells(pieces[-1] + character) > width:
+            pieces.append("")
+        pieces[-1] += character
+    return pieces
 
 
-def _cells(character: str) -> int:
-    """Return the cells that a character takes; -1 for those that a terminal must not be sent."""
-    category = unicodedata.category(character)
-    if category in ("Cc", "Cs"):
-        return -1
-    if category in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+def _cells(text: str) -> int:
+    """Return the cells that a text without control characters takes."""
+    return sum(
+        0 if unicodedata.category(character) in ("Mn", "Me", "Cf")
+        else 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        for character in text
+    )  # fmt: skip
 
 
 def _pad(line: str, width: int) -> str:
-    return line + " " * (width - sum(map(_cells, line)))
+    return line + " " * (width - _cells(line))
