@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ddtree.drafters import loading
 from ddtree.drafters.dflash import checkpoint
@@ -39,12 +40,7 @@ Shapes = dict[str, tuple[int, ...]]
 # What safetensors and torch raise for a file that is cut short or altered.
 _DAMAGE = (SafetensorError, OSError, RuntimeError, EOFError, ValueError, AttributeError, UnpicklingError)
 _AGAIN = "download the checkpoint again"
-_WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+_WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 @dataclass
@@ -212,19 +208,17 @@ def read_drafter(name: str) -> DrafterFacts:
         return DrafterFacts(name, [("kind", "draft model"), *model.facts], draft_model=model)
     network, table = loading.contents(loading.find(name))
     found = DrafterFacts(name, [])
-    if network is not None and is_head(network):
-        head, backbone, coupling = read_head(network)
+    if network is not None:
+        head, backbone, coupling = None, network, None
+        if is_head(network):
+            head, backbone, coupling = read_head(network)
+        else:
+            loading.refuse_language_model(name, network)
         found.network = checkpoint.read(backbone, heads=True)
-        reasons = head_misfits(head, *loading.sizes(found.network))
-        if reasons:
+        if head is not None and (reasons := head_misfits(head, *loading.sizes(found.network))):
             raise CheckpointError(f"{name} does not fit its backbone {backbone}: {'; '.join(reasons)}")
-        found.facts += [*_network(found.network), _head(head), ("noise", _coupling(coupling))]
-    elif network is not None:
-        loading.refuse_language_model(name, network)
-        found.network = checkpoint.read(network, heads=True)
-        found.facts += [*_network(found.network), ("noise", _coupling(found.network.layout.coupling))]
-        if found.network.correction is not None:
-            found.facts.append(_head(found.network.correction))
+        head = head or found.network.correction
+        found.facts += _network(found.network, coupling or found.network.layout.coupling, head)
     if table is not None:
         found.table = NgramTable.load(table)
         grams = f"{found.table.contexts} contexts of up to {found.table.max_order} tokens"
@@ -237,26 +231,26 @@ def read_drafter(name: str) -> DrafterFacts:
     return found
 
 
-def _network(found: DFlashCheckpoint) -> Facts:
+def _network(found: DFlashCheckpoint, coupling: tuple[float, float], head: Head | None) -> Facts:
     config = found.config
     words = "all" if found.draft_ids is None else f"{len(found.draft_ids)} of"
     own = [part for part in ("head", "embedding") if getattr(found, part) is not None]
     source = f"{' and '.join(own)} of its own" if own else "head of the target"
     layers = ", ".join(map(str, config.target_layer_ids))
     of = config.num_target_layers or "an unknown number"
-    return [
+    facts = [
         ("kind", f"DFlash, {found.layout.name}'s layout"),
         ("network", f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}"),
         ("block", f"{config.block_size} slots, drafts up to {config.depth} tokens ahead"),
         ("features", f"outputs of target layers {layers} of {of}"),
         ("vocabulary", f"{words} {config.vocab_size} tokens; mask token {config.mask_token_id}; {source}"),
+        ("noise", _coupling(coupling)),
     ]
-
-
-def _head(head: Head) -> tuple[str, str]:
-    weights = sum(parameter.numel() for parameter in head.parameters())
-    settings = ", ".join(f"{key} {value}" for key, value in head.config().items() if value is not None)
-    return "head", f"{head.kind}, {weights / 1e6:,.2f} M parameters ({settings})"
+    if head is not None:
+        weights = sum(parameter.numel() for parameter in head.parameters()) / 1e6
+        settings = ", ".join(f"{key} {value}" for key, value in head.config().items() if value is not None)
+        facts.insert(-1, ("head", f"{head.kind}, {weights:,.2f} M parameters ({settings})"))
+    return facts
 
 
 def _coupling(fitted: tuple[float, float]) -> str:
