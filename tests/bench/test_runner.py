@@ -8,7 +8,8 @@ import torch
 
 import benchfakes as fakes
 import tiny
-from ddtree.bench.methods import Baseline, EngineMethod, Measurement, compare_outputs, parse_method
+from ddtree.bench.methods import Baseline, EngineMethod, parse_method
+from ddtree.bench.near_ties import verdict
 from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.results import ResultsFile, read
 from ddtree.drafters.ngram import Lookup
@@ -17,7 +18,6 @@ from ddtree.model.target import Target
 from ddtree.policy import Policy
 from ddtree.policy.calibration import quick
 from ddtree.sampling.sampler import SamplingParams
-from ddtree.stats import Stats
 
 NAMES = ["off", "chain", "tree:8", "auto"]
 GREEDY, SAMPLED = (SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0))
@@ -90,6 +90,16 @@ def test_what_the_methods_have_learnt_is_kept(tmp_path):
     assert raw.latency["widths"] == [1, 2, 4, 8]
 
 
+def test_sampled_answers_of_a_baseline_are_not_compared(tmp_path):
+    made = fakes.methods("off", "hf")
+    made[1].tokens = (7, 7)
+    raw = run(tmp_path / "raw.jsonl", made)
+    kinds = {
+        (record["temperature"], record["verdict"]["kind"]) for record in raw.runs if record["cell"] == "hf"
+    }
+    assert kinds == {(0.0, "different"), (1.0, "unchecked")}
+
+
 def test_nothing_that_fits_and_no_plain_decoding_are_refused(tmp_path):
     with ResultsFile(tmp_path / "raw.jsonl", fakes.header(NAMES)) as results:
         with pytest.raises(ConfigError, match="no prompt leaves room for 8 tokens in the context of 8"):
@@ -125,7 +135,7 @@ def test_every_cell_gives_the_text_of_plain_decoding(target, merged, text, param
     way = method(text, target, merged)
     answer = way.answer(prompt, params)
     assert answer.tokens == plain.tokens and len(plain.tokens) == 24
-    assert compare_outputs(target, prompt, plain, answer, params) == {"kind": "equal"}
+    assert verdict(target, prompt, plain.tokens, answer.tokens, params) == {"kind": "equal"}
     record = answer.as_dict()
     assert (
         record["tokens"] == 24
@@ -199,7 +209,6 @@ def test_baselines_are_transformers_own_and_greedily_give_the_same_text(merged, 
     assert 0 < answer.stats.ttft < answer.stats.total
     assert model.generation_config is own and baseline.learnt() == []
     assert answer.comparable and not sampled.comparable
-    assert compare_outputs(target, prompt, plain, sampled, SAMPLED) == {"kind": "unchecked"}
     assert sampled.tokens == baseline.answer(prompt, SAMPLED).tokens
 
 
@@ -213,14 +222,14 @@ def test_unknown_baselines_and_a_missing_draft_model_are_named(target):
 
 
 def test_a_difference_in_float32_is_one_however_near_the_tie(target, monkeypatch):
-    answers = [Measurement(tokens, Stats()) for tokens in ([3, 4, 5], [3, 9, 5])]
+    answers = [3, 4, 5], [3, 9, 5]
     difference = SimpleNamespace(near_tie=True, index=1, tokens=(4, 9), gap=0.01, noise=0.02)
-    monkeypatch.setattr("ddtree.bench.methods.first_difference", lambda *_: difference)
-    found = compare_outputs(target, [1], *answers, GREEDY)
+    monkeypatch.setattr("ddtree.bench.near_ties.first_difference", lambda *_: difference)
+    found = verdict(target, [1], *answers, GREEDY)
     assert found == {"kind": "different", "at": 1, "tokens": [4, 9], "gap": 0.01, "noise": 0.02}
     half = SimpleNamespace(dtype=torch.bfloat16)
-    assert compare_outputs(half, [1], *answers, GREEDY)["kind"] == "near-tie"
+    assert verdict(half, [1], *answers, GREEDY)["kind"] == "near-tie"
     difference.near_tie, difference.gap = False, float("inf")
-    assert compare_outputs(half, [1], *answers, GREEDY) | {"noise": 0} == {
+    assert verdict(half, [1], *answers, GREEDY) | {"noise": 0} == {
         "kind": "different", "at": 1, "tokens": [4, 9], "gap": None, "noise": 0,
     }  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ddtree.api import Model
-from ddtree.bench.near_ties import first_difference
+from ddtree.bench.near_ties import verdict
 from ddtree.drafters import DraftRow, parts_of
 from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged
@@ -317,10 +317,10 @@ class ModelPair:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def compare(
-        self, prompt: list[int], plain: Measurement, other: Measurement, params: SamplingParams
+        self, prompt: list[int], plain: list[int], other: list[int], params: SamplingParams
     ) -> dict[str, Any]:
-        """Compare an answer with plain decoding's, by `compare_outputs`."""
-        return compare_outputs(self.target, prompt, plain, other, params)
+        """Return the verdict on an answer's tokens beside plain decoding's, by `near_ties.verdict`."""
+        return verdict(self.target, prompt, plain, other, params)
 
     def acceptance(self) -> dict[str, Acceptance]:
         """Return the acceptance that earlier runs or the drafter's makers have learnt: each policy begins with it."""
@@ -337,26 +337,3 @@ class ModelPair:
             cache.key(self.target, drafter), lambda: calibration.quick(self.target, drafter)
         )
         return Policy(latency, self.acceptance())
-
-
-def compare_outputs(
-    target: Any, prompt: list[int], plain: Measurement, other: Measurement, params: SamplingParams
-) -> dict[str, Any]:
-    """Compare an answer with plain decoding's; return the verdict as plain JSON values.
-
-    Its `kind` is "equal", "near-tie", "different" or "unchecked"; where the texts differ it also says at which token
-    and by which gap. Half precision may flip a near-tie (`ddtree.bench.near_ties`). In float32 any difference counts.
-    """
-    if not other.comparable:
-        return {"kind": "unchecked"}
-    if plain.tokens == other.tokens:
-        return {"kind": "equal"}
-    found = first_difference(target, prompt, plain.tokens, other.tokens, params.temperature, params.seed or 0)
-    assert found is not None
-    return {
-        "kind": "near-tie" if found.near_tie and target.dtype != torch.float32 else "different",
-        "at": found.index,
-        "tokens": list(found.tokens),
-        "gap": None if found.gap == float("inf") else round(found.gap, 6),
-        "noise": round(found.noise, 6),
-    }

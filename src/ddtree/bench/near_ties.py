@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from ddtree.model.kv_cache import KVCache
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
+from ddtree.sampling.sampler import SamplingParams
 from ddtree.tree import DraftTree
 
 _WINDOW = 48  # positions over which the noise of the forward pass is measured
@@ -41,6 +43,26 @@ class Difference:
     def near_tie(self) -> bool:
         """Return whether rounding alone may have flipped the choice."""
         return self.gap <= self.noise
+
+
+def verdict(
+    target: Any, prompt: list[int], plain: list[int], other: list[int], params: SamplingParams
+) -> dict[str, Any]:
+    """Compare an output with plain decoding's; return the verdict as plain JSON values.
+
+    Its `kind` is "equal", "near-tie" or "different"; where the outputs differ it also says at which token and by which
+    gap. In float32 any difference counts.
+    """
+    found = first_difference(target, prompt, plain, other, params.temperature, params.seed or 0)
+    if found is None:
+        return {"kind": "equal"}
+    return {
+        "kind": "near-tie" if found.near_tie and target.dtype != torch.float32 else "different",
+        "at": found.index,
+        "tokens": list(found.tokens),
+        "gap": None if math.isinf(found.gap) else round(found.gap, 6),
+        "noise": round(found.noise, 6),
+    }
 
 
 def first_difference(
@@ -96,32 +118,28 @@ def _gaps(logits: Tensor, pairs: Tensor) -> Tensor:
     return scores[:, 0] - scores[:, 1]
 
 
-def _prefilled(target: Target, tokens: list[int]) -> KVCache:
-    cache = target.new_cache()
-    row = cache.add_row()
-    for _ in target.prefill(cache, row, tokens):
-        pass
-    return cache
-
-
 @torch.inference_mode()
-def _one_at_a_time(target: Target, tokens: list[int], size: int) -> Tensor:
+def _one_at_a_time(target: Any, tokens: list[int], size: int) -> Tensor:
     """Return logits float32 [size, V] of the last `size` tokens, as decoding without drafts computes them."""
     cache = _prefilled(target, tokens[:-size])
     found = []
     for token in tokens[-size:]:
         forward = target.verify(cache, DraftTree.root([token], target.device))
         cache.commit([[0]])
-        assert forward.logits is not None
         found.append(forward.logits[0, 0].float())
     return torch.stack(found)
 
 
 @torch.inference_mode()
-def _at_once(target: Target, tokens: list[int], size: int) -> Tensor:
+def _at_once(target: Any, tokens: list[int], size: int) -> Tensor:
     """Return the same logits from one forward pass over all of those tokens."""
     cache = _prefilled(target, tokens[:-size])
     ids = torch.tensor([tokens[-size:]], device=target.device)
-    forward = target.extend(cache, ids, torch.arange(size, device=target.device)[None], None)
-    assert forward.logits is not None
-    return forward.logits[0].float()
+    return target.extend(cache, ids, torch.arange(size, device=target.device)[None], None).logits[0].float()
+
+
+def _prefilled(target: Any, tokens: list[int]) -> KVCache:
+    cache = target.new_cache()
+    for _ in target.prefill(cache, cache.add_row(), tokens):
+        pass
+    return cache

@@ -41,7 +41,7 @@ class HubSet:
     """A data set on the hub, and how its rows become prompts.
 
     Attributes:
-        source: data set id, or "json:" and the address of a file of JSON lines within one.
+        source: data set id, or the "hf://" address of a file of JSON lines within one.
         split: of the data set.
         field: column with the prompt, or with a list of a conversation's user messages.
         template: the prompt, with {} for the field.
@@ -67,9 +67,7 @@ SETS: dict[str, tuple[HubSet, ...]] = {
     "humaneval": (HubSet("openai/openai_humaneval", "test", "prompt", _CODE),),
     "mbpp": (HubSet("google-research-datasets/mbpp", "test", "prompt", config="sanitized"),),
     "livecodebench": (
-        HubSet(
-            "json:hf://datasets/livecodebench/code_generation_lite/test.jsonl", "train", "question_content"
-        ),
+        HubSet("hf://datasets/livecodebench/code_generation_lite/test.jsonl", "train", "question_content"),
     ),
     "swebench-lite": (HubSet("princeton-nlp/SWE-bench_Lite", "test", "problem_statement"),),
     "mtbench": (HubSet("HuggingFaceH4/mt_bench_prompts", "train", "prompt"),),
@@ -185,9 +183,8 @@ def _hub_turns(name: str) -> list[tuple[str, ...]]:
 def _load(part: HubSet) -> Any:
     from datasets import load_dataset
 
-    kind, _, address = part.source.partition(":")
-    if kind == "json":
-        return load_dataset("json", data_files=address, split=part.split)
+    if part.source.startswith("hf://"):
+        return load_dataset("json", data_files=part.source, split=part.split)
     return load_dataset(part.source, part.config, split=part.split)
 
 
@@ -195,6 +192,5 @@ def _turns_of_row(part: HubSet, row: Any) -> tuple[str, ...]:
     value = row[part.field]
     if isinstance(value, list):
         return tuple(value)
-    more = row.get(part.extra) if part.extra else None
-    text = part.template.format(value)
-    return (f"{text}\n\n{more}" if more else text,)
+    more = row[part.extra] if part.extra else None
+    return (part.template.format(value) + (f"\n\n{more}" if more else ""),)

@@ -179,11 +179,11 @@ def _checks(everything: Sequence[RunStats]) -> Table:
                     claim = f"speed({cell}) >= {_NO_SLOWER} of {name}", _NO_SLOWER
                     claims[claim].append((stats.ratio(cell, other, task), f"{task}, {stats.at}"))
     rows = []
-    for (claim, bound), found in claims.items():
+    for (text, bound), found in claims.items():
         if values := [(ratio, where) for ratio, where in found if ratio > 0]:
             least, where = min(values)
             held = sum(ratio >= bound for ratio, _ in values)
-            rows.append([claim, f"{held} of {len(values)}", _number(least, ".3f"), where])
+            rows.append([text, f"{held} of {len(values)}", _number(least, ".3f"), where])
     return Table("Checks", ["claim", "holds in", "least ratio", "there"], rows)
 
 

@@ -130,9 +130,10 @@ def _measure(args: argparse.Namespace) -> int:
     pair = methods.ModelPair(options.load_model(args))
     names = args.cells or methods.default_methods(args.budgets, drafting=bool(pair.members))
     compared = pair.methods(names, args.baseline)
-    plan = runner.BenchPlan(
-        prompts, args.temperatures, args.turns, args.messages, args.max_tokens, pair.target.max_context, args.seed
-    )  # fmt: skip
+    chosen = {
+        name: getattr(args, name) for name in ("temperatures", "turns", "messages", "max_tokens", "seed")
+    }
+    plan = runner.BenchPlan(prompts, max_context=pair.target.max_context, **chosen)
     if warning := busy_warning():
         print(f"ddtree: {warning}", file=sys.stderr)
     header = _header(args, pair, compared, prompt_sets.digest(prompts))
@@ -240,8 +241,7 @@ def _settle(args: argparse.Namespace) -> None:
             raise ConfigError(f"--temperatures {temperature:g} is not a number from 0 up")
         SamplingParams(temperature=temperature, max_tokens=args.max_tokens)
     args.temperatures = list(dict.fromkeys(args.temperatures))
-    if args.out is None:
-        args.out = Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+    args.out = args.out or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
     _check_apart(args.out, args.markdown)
 
 

@@ -54,25 +54,18 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--into {args.into} holds no drafter: name the folder of one")
     prompts = _prompts(model, args) if args.learn else []
     target, drafter = model.target, model.engine.drafter
-    bar: tqdm | None = None
+    bars: list[tqdm] = []  # none before the first measurement, so that a mistake in the options is one line
 
     def progress(done: int, total: int) -> None:
-        nonlocal bar
-        bar = tqdm(desc="measuring", total=total, unit="turn") if bar is None else bar
-        bar.update(done - bar.n)
+        bars[:] = bars or [tqdm(desc="measuring", total=total, unit="turn")]
+        bars[0].update(done - bars[0].n)
 
+    contexts = args.contexts or calibration.CONTEXTS
+    grid = {"rows": args.rows, "contexts": contexts, "widths": args.widths, "turns": args.turns}
     try:
-        measured = calibration.thorough(
-            target,
-            drafter,
-            rows=args.rows,
-            contexts=args.contexts or calibration.CONTEXTS,
-            widths=args.widths,
-            turns=args.turns,
-            progress=progress,
-        )
+        measured = calibration.thorough(target, drafter, **grid, progress=progress)
     finally:
-        if bar is not None:
+        for bar in bars:
             bar.close()
     print(report(measured))
     key = cache.key(target, drafter)

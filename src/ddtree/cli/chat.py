@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +40,11 @@ def _talk(model: Model, args: argparse.Namespace) -> int:
     templated = options.is_chat(args, model)
     interactive = sys.stdin.isatty()
     if interactive:
-        if importlib.util.find_spec("readline"):
-            importlib.import_module("readline")  # line editing and history in `input`
-        print(
-            f"{args.target}, {model.engine.drafter.name if model.engine.drafter else 'no drafter'}. {_HELP}."
-        )
-    beginning: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
+        with suppress(ImportError):
+            import readline  # noqa: F401  (line editing and history in `input`)
+        drafter = model.engine.drafter
+        print(f"{args.target}, {drafter.name if drafter else 'no drafter'}. {_HELP}.")
+    beginning = [{"role": "system", "content": args.system}] if args.system else []
     history = list(beginning)
     for line in _lines(interactive):
         text = line.strip()
@@ -62,8 +60,10 @@ def _talk(model: Model, args: argparse.Namespace) -> int:
             print(_HELP, flush=True)
             continue
         messages = [*history, {"role": "user", "content": text}]
+        # A model without a template reads the texts, one per line.
+        plain = "".join(message["content"] + "\n" for message in messages)
         try:
-            result = _answer(model, messages if templated else _plain(messages), chosen)
+            result = _answer(model, messages if templated else plain, chosen)
         except PromptError as error:
             print(f"ddtree: {error} (/reset begins anew)", file=sys.stderr)
             continue
@@ -82,11 +82,6 @@ def _answer(model: Any, prompt: Any, chosen: dict[str, Any]) -> Any:
                 break
     print(" (stopped)" if interrupted else "", flush=True)
     return stream.result
-
-
-def _plain(messages: list[dict[str, str]]) -> str:
-    """Return a conversation for a model without a template: the texts, one per line."""
-    return "".join(message["content"] + "\n" for message in messages)
 
 
 def _lines(interactive: bool) -> Iterator[str]:
