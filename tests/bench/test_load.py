@@ -30,11 +30,8 @@ def test_tpot_leaves_the_first_token_out_and_is_not_guessed():
 
 def test_a_chunk_with_text_sets_the_time_to_the_first_token_once():
     one = TimedReply(0, "off", "a", 0.0)
-    for latency, delta in (
-        (0.1, {"role": "assistant"}),
-        (0.2, {"reasoning": "so"}),
-        (0.3, {"content": " it is"}),
-    ):
+    deltas = {"role": "assistant"}, {"reasoning": "so"}, {"content": " it is"}
+    for latency, delta in zip((0.1, 0.2, 0.3), deltas, strict=True):
         one.latency = latency
         one.add({"choices": [{"delta": delta}]})
     one.add({"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 7}})
@@ -158,9 +155,7 @@ def test_drafting_modes_are_compared_in_one_run(bench, tmp_path, concurrency, an
         assert all(0 < answer["ttft"] <= answer["latency"] and answer["error"] is None for answer in of_mode)
         assert all(0 < answer["tokens"] <= 12 for answer in of_mode)
     rows = [line.split() for line in told.splitlines() if line.startswith(("off ", "tree:8 "))]
-    assert [row[1:3] + row[-3:] for row in rows] == [
-        [str(answers), "0", str(answers), "of", str(answers)]
-    ] * 2
+    assert [row[1:3] + row[-3:] for row in rows] == [f"{answers} 0 {answers} of {answers}".split()] * 2
 
 
 def test_failed_answers_are_counted_and_told(bench):

@@ -17,10 +17,7 @@ MEMBERS = ("dflash", "lookup")
         ("tree:auto", MethodSpec("tree:auto", "tree", "auto")),
         ("auto", MethodSpec("auto", "auto", "auto")),
         ("chain@dflash", MethodSpec("chain@dflash", "chain", 16, ("dflash",))),
-        (
-            "tree:auto@dflash+lookup",
-            MethodSpec("tree:auto@dflash+lookup", "tree", "auto", ("dflash", "lookup")),
-        ),
+        ("tree:auto@dflash+lookup", MethodSpec("tree:auto@dflash+lookup", "tree", "auto", MEMBERS)),
         ("auto@lookup", MethodSpec("auto@lookup", "auto", "auto", ("lookup",))),
         ("tree:8+uncoupled", MethodSpec("tree:8+uncoupled", "tree", 8, None, False)),
         ("chain@lookup+uncoupled", MethodSpec("chain@lookup+uncoupled", "chain", 16, ("lookup",), False)),

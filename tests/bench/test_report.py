@@ -96,9 +96,8 @@ def test_a_deciding_cell_is_held_against_the_best_fixed_one_it_could_have_been()
 
 
 def test_differences_are_counted_and_told():
-    raw = Results(
-        fakes.header(["off", "chain"]), [record("off", 2.0), record("chain", 1.0, verdict="different")]
-    )
+    records = [record("off", 2.0), record("chain", 1.0, verdict="different")]
+    raw = Results(fakes.header(["off", "chain"]), records)
     raw.runs[1]["verdict"] |= {"at": 5, "gap": 0.5, "noise": 0.1}
     assert table(raw, "Speeds, medians over all prompts, T=0").rows[1][-3:] == ["0", "0", "1"]
     assert "Different from off: chain, p, T=0, at token 5 (gap 0.5, noise 0.1)." in terminal(raw)
@@ -134,6 +133,8 @@ def test_a_document_keeps_its_prose_and_the_parts_of_other_files(folder):
     write(path, first, read(first), [])
     parts = [markdown(read(file), f"raw/{file.name}", []) for file in (first, second)]
     assert path.read_text() == f"# Ours\n\nBefore.\n\n{parts[0]}\n\n{parts[1]}\n\nAfter.\n"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write(folder, first, read(first), [])
 
 
 @pytest.mark.parametrize("name", ["demo-cpu.jsonl", "present-cpu.jsonl"])
@@ -180,12 +181,6 @@ def test_without_matplotlib_pictures_are_refused_by_name(folder, monkeypatch):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--plots needs matplotlib: pip install 'ddtree\[bench\]'"):
         plots.draw(read(folder / "raw" / "one.jsonl"), folder / "plots")
-
-
-def test_a_document_that_cannot_be_written_is_named(folder):
-    raw_path = folder / "raw" / "one.jsonl"
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write(folder, raw_path, read(raw_path), [])
 
 
 def test_figures_of_a_run_that_was_broken_off_are_shown(folder):

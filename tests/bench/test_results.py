@@ -115,9 +115,8 @@ def test_what_cannot_be_written_is_named(tmp_path):
 def test_a_full_disk_is_named(tmp_path):
     path = tmp_path / "raw.jsonl"
     path.symlink_to("/dev/full")
-    with pytest.raises(
-        ConfigError, match=f"cannot be written .{os.strerror(errno.ENOSPC).lower()}"
-    ) as caught:
+    full = os.strerror(errno.ENOSPC).lower()
+    with pytest.raises(ConfigError, match=f"cannot be written .{full}") as caught:
         ResultsFile(path, fakes.header(NAMES))
     assert "\n" not in str(caught.value)
 
@@ -128,9 +127,8 @@ def test_line_ends_of_unicode_inside_texts_do_not_end_a_line_of_figures(tmp_path
     chosen = [BenchPrompt(f"a{end}b", f"t{end}u", ("x",))]
     with ResultsFile(path, fakes.header(NAMES)) as results:
         fakes.runner(results, fakes.methods(*NAMES), fakes.plan(chosen)).run()
-    path.write_text(
-        "".join(json.dumps(json.loads(line), ensure_ascii=False) + "\n" for line in path.open(newline="\n"))
-    )
+    records = [json.loads(line) for line in path.open(newline="\n")]
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     assert {run["id"] for run in read(path).runs} == {f"a{end}b"}
     with ResultsFile(path, fakes.header(NAMES)) as results:
         assert len(results.done) == 2
@@ -140,9 +138,7 @@ def test_line_ends_of_unicode_inside_texts_do_not_end_a_line_of_figures(tmp_path
 def test_a_second_run_on_one_file_is_refused_while_the_first_writes(tmp_path):
     path = tmp_path / "raw.jsonl"
     with ResultsFile(path, fakes.header(NAMES)) as results:
-        with pytest.raises(
-            ConfigError, match=r"another run is writing .*raw.jsonl: wait for its end, or name"
-        ):
+        with pytest.raises(ConfigError, match=r"another run is writing .*raw.jsonl: wait for its end, or"):
             ResultsFile(path, fakes.header(NAMES))
         fakes.runner(results, fakes.methods(*NAMES)).run()
     with ResultsFile(path, fakes.header(NAMES)) as results:
