@@ -38,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="transformers' generate beside them: hf, prompt-lookup or assisted; repeatable")  # fmt: skip
     what.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T",
                       help="default: 0 1")  # fmt: skip
-    _add_prompt_options(what, default=["small"])
-    what.add_argument("--messages", type=int, metavar="N",
-                      help="most user messages answered of a conversation (default: all)")  # fmt: skip
-    _add_repeat_options(what, turns=1, seed=0)
+    _add_prompt_options(what, messages=True)
     what.add_argument("--quick", action="store_true",
                       help="few prompts, budgets and tokens: a few minutes on two cores")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE",
@@ -49,61 +46,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default: bench-DATE.jsonl)")  # fmt: skip
     _add_report_options(parser)
     options.add_model_options(parser)
+    parser.set_defaults(prompts=["small"], turns=1, seed=0)
     actions = parser.add_subparsers(dest="action", metavar="{report,serve}")
     # Defaults are suppressed in both: they would replace what is given before the action's name.
-    absent: Any = {"default": argparse.SUPPRESS}
-    report = actions.add_parser("report", help="tables and pictures of results",
+    absent: Any = {"argument_default": argparse.SUPPRESS}
+    report = actions.add_parser("report", help="tables and pictures of results", **absent,
                                 description="Print tables and draw pictures of results.")  # fmt: skip
     report.add_argument("raw", type=Path, help="written by ddtree bench")
-    report.add_argument("--debug", action="store_true", help="show the traceback of an error", **absent)
-    _add_report_options(report, **absent)
-    serve = actions.add_parser("serve", help="compare drafting modes of an OpenAI-compatible server")
-    serve.description = (
-        "Compare drafting modes of an OpenAI-compatible server; they take turns, block by block."
-    )
-    serve.add_argument("--debug", action="store_true", help="show the traceback of an error", **absent)
+    report.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    _add_report_options(report)
+    serve = actions.add_parser("serve", help="compare drafting modes of an OpenAI-compatible server", **absent,
+                               description="Compare drafting modes of an OpenAI-compatible server; they take turns, "
+                               "block by block.")  # fmt: skip
+    serve.add_argument("--debug", action="store_true", help="show the traceback of an error")
     serve.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    serve.add_argument("--api-key", metavar="KEY")
-    serve.add_argument("--model", metavar="NAME", help="default: the first that the server names")
-    serve.add_argument("--drafting", nargs="+", metavar="MODE",
+    serve.add_argument("--api-key", default=None, metavar="KEY")
+    serve.add_argument(
+        "--model", default=None, metavar="NAME", help="default: the first that the server names"
+    )
+    serve.add_argument("--drafting", default=None, nargs="+", metavar="MODE",
                        help="off, chain, tree, auto, each also with :BUDGET, /DEPTH and @DRAFTER; the first one is "
                        "the base (default: as the server is set)")  # fmt: skip
-    serve.add_argument(
-        "--concurrency", type=int, default=1, metavar="N", help="requests at once (default: 1)"
-    )
+    serve.add_argument("--concurrency", type=int, default=1, metavar="N",
+                       help="requests at once (default: 1)")  # fmt: skip
     serve.add_argument("-t", "--temperature", type=float, default=0.0, metavar="T", help="default: 0")
-    _add_prompt_options(serve, **absent)
-    _add_repeat_options(serve, argparse.SUPPRESS, argparse.SUPPRESS, **absent)
-    serve.add_argument(
-        "--out", type=Path, metavar="FILE", help="every answer and its times, as JSON", **absent
-    )
+    _add_prompt_options(serve)
+    serve.add_argument("--out", type=Path, metavar="FILE", help="every answer and its times, as JSON")
 
 
-def _add_prompt_options(group: argparse._ActionsContainer, default: Any) -> None:
-    absent = argparse.SUPPRESS if default is argparse.SUPPRESS else None
-    group.add_argument("--prompts", nargs="+", default=default, metavar="SET",
+def _add_prompt_options(group: argparse._ActionsContainer, messages: bool = False) -> None:
+    """Add the prompts, and how often and how long they are answered; with most `messages` of a conversation."""
+    group.add_argument("--prompts", nargs="+", metavar="SET",
                        help="small (40 of our own), a file of JSON lines {id, task, turns}, or of the hub: gsm8k, "
                        "math500, aime, humaneval, mbpp, livecodebench, swebench-lite, mtbench, alpaca "
                        "(default: small)")  # fmt: skip
-    group.add_argument("--per-task", type=int, default=absent, metavar="N", help="most prompts of a task")
-    group.add_argument("--limit", type=int, default=absent, metavar="N", help="most prompts in all")
-
-
-def _add_repeat_options(
-    group: argparse._ActionsContainer, turns: Any, seed: Any, default: Any = None
-) -> None:
-    group.add_argument("-n", "--max-tokens", type=int, default=default, metavar="N",
+    group.add_argument("--per-task", type=int, metavar="N", help="most prompts of a task")
+    group.add_argument("--limit", type=int, metavar="N", help="most prompts in all")
+    if messages:
+        group.add_argument("--messages", type=int, metavar="N",
+                           help="most user messages answered of a conversation (default: all)")  # fmt: skip
+    group.add_argument("-n", "--max-tokens", type=int, metavar="N",
                        help="most tokens of an answer (default: 128)")  # fmt: skip
-    group.add_argument("--turns", type=int, default=turns, metavar="N",
+    group.add_argument("--turns", type=int, metavar="N",
                        help="how often everything is measured (default: 1)")  # fmt: skip
-    group.add_argument("--seed", type=int, default=seed, metavar="N", help="default: 0")
+    group.add_argument("--seed", type=int, metavar="N", help="default: 0")
 
 
-def _add_report_options(parser: argparse.ArgumentParser, default: Any = None) -> None:
-    parser.add_argument("--markdown", type=Path, metavar="FILE", default=default,
+def _add_report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="put the tables into a document, in place of those of the same file")  # fmt: skip
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", default=default,
-                        help="draw pictures (needs matplotlib)")  # fmt: skip
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw pictures (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:

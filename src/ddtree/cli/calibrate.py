@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="also answer prompts, to learn how often nodes are accepted")  # fmt: skip
     group.add_argument("--prompts", default="small", metavar="SET",
                        help="those prompts: small or a file of {id, task, turns} a line (default: small)")  # fmt: skip
-    group.add_argument(
-        "--per-task", type=int, default=2, metavar="N", help="so many of each task (default: 2)"
-    )
+    group.add_argument("--per-task", type=int, default=2, metavar="N",
+                       help="so many of each task (default: 2)")  # fmt: skip
     group.add_argument("--into", metavar="FOLDER",
                        help="keep what was learnt in this drafter's folder too, for its other users")  # fmt: skip
     parser.add_argument("--out", metavar="FILE", help="write the measurements to this file too, as JSON")

@@ -45,9 +45,8 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--budget", type=budget, default="auto", metavar="N",
                        help="most drafted tokens checked in one forward pass, or auto: as many as pay on this machine "
                        "(default: auto)")  # fmt: skip
-    group.add_argument(
-        "--depth", type=int, default=16, metavar="N", help="tokens to draft ahead (default: 16)"
-    )
+    group.add_argument("--depth", type=int, default=16, metavar="N",
+                       help="tokens to draft ahead (default: 16)")  # fmt: skip
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +69,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
                        help="text that the answer may not contain as these tokens; repeatable")  # fmt: skip
     group.add_argument("--min-tokens", type=int, metavar="N")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
-    group.add_argument(
-        "--stop-token", action="append", type=int, dest="stop_token_ids", metavar="ID", help="repeatable"
-    )
+    group.add_argument("--stop-token", action="append", type=int, dest="stop_token_ids", metavar="ID",
+                       help="repeatable")  # fmt: skip
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
     group.add_argument("--seed", type=int, metavar="N", help="default: a fresh one, told by --json")
 
@@ -80,9 +78,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     """Add --raw and --system."""
     group = parser.add_argument_group("prompt")
-    group.add_argument(
-        "--raw", action="store_true", help="take the prompt as it is, without the chat template"
-    )
+    group.add_argument("--raw", action="store_true",
+                       help="take the prompt as it is, without the chat template")  # fmt: skip
     group.add_argument("--system", metavar="TEXT", help="system message before the prompt")
 
 

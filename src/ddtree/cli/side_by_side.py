@@ -39,9 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-t", "--temperature", type=float, default=0.0, metavar="T", help="default: 0")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--device", help="cuda, mps or cpu")
-    parser.add_argument(
-        "--dtype", choices=options.DTYPES, default="auto", help="default: the checkpoint's own"
-    )
+    parser.add_argument("--dtype", choices=options.DTYPES, default="auto",
+                        help="default: the checkpoint's own")  # fmt: skip
 
 
 @dataclass(frozen=True)
