@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import benchfakes as fakes
-from ddtree.bench import plots
+from ddtree.bench import report
 from ddtree.bench.prompt_sets import BenchPrompt
-from ddtree.bench.report import Table, markdown, tables, terminal, write
+from ddtree.bench.report import markdown, terminal, write
 from ddtree.bench.results import Results, ResultsFile, read
-from ddtree.bench.run_stats import RunStats, median, quartiles, speed
+from ddtree.bench.tables import RunStats, Table, median, quartiles, speed, tables
 from ddtree.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -164,7 +164,7 @@ def test_names_that_mean_something_in_markdown_keep_the_document_whole(tmp_path,
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 def test_pictures_are_drawn(folder):
     raw = read(folder / "raw" / "one.jsonl")
-    drawn = plots.draw(raw, folder / "plots")
+    drawn = report.draw(raw, folder / "plots")
     assert {path.name for path in drawn} == {
         *(f"{name}-t{t}.png" for name in ("speedup", "tau", "accepted", "round") for t in (0, 1)), "verification.png",
     }  # fmt: skip
@@ -172,15 +172,15 @@ def test_pictures_are_drawn(folder):
     raw.latency = None
     raw.runs = [run for run in raw.runs if not run["cell"].startswith("tree")]
     raw.header["settings"]["cells"] = ["off", "chain"]
-    assert [path.name for path in plots.draw(raw, folder / "fewer")] == [
+    assert [path.name for path in report.draw(raw, folder / "fewer")] == [
         "accepted-t0.png", "round-t0.png", "accepted-t1.png", "round-t1.png",
     ]  # fmt: skip
 
 
 def test_without_matplotlib_pictures_are_refused_by_name(folder, monkeypatch):
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--plots needs matplotlib: pip install 'ddtree\[bench\]'"):
-        plots.draw(read(folder / "raw" / "one.jsonl"), folder / "plots")
+        report.draw(read(folder / "raw" / "one.jsonl"), folder / "plots")
 
 
 def test_figures_of_a_run_that_was_broken_off_are_shown(folder):

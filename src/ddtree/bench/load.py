@@ -21,8 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ddtree.bench.prompt_sets import BenchPrompt
-from ddtree.bench.report import Table
-from ddtree.bench.run_stats import quartiles
+from ddtree.bench.tables import Table, quartiles
 from ddtree.errors import ConfigError, DDTreeError
 from ddtree.validation import check_whole, first_line
 

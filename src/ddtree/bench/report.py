@@ -1,200 +1,24 @@
-"""The report of a benchmark: statistics of the raw figures, as tables for a terminal and for a Markdown document."""
+"""The report of a benchmark: tables for a terminal and for a Markdown document, and pictures drawn with matplotlib."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
-from ddtree.bench.methods import OFF, UNCOUPLED
+from ddtree.bench.methods import OFF
 from ddtree.bench.results import Results
-from ddtree.bench.run_stats import RunStats, Span, all_stats, median, quartiles
+from ddtree.bench.tables import PARTS, RunStats, all_stats, inline, tables
 from ddtree.errors import ConfigError
 
-PARTS = ("draft", "build", "verify", "walk", "commit")
-_NO_SLOWER = 0.97  # a ratio from here on counts as no slower: the rest is noise
-_NONE = "-"
+Draw = Callable[[Any], None]
+"""Draws on a pair of axes."""
 _END = "<!-- end of figures -->"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of texts.
-
-    Attributes:
-        title: unique among the tables of a report.
-        header: names of the columns; the first one names the rows.
-        rows: as wide as the header.
-        detail: too long for a terminal.
-    """
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    detail: bool = False
-
-    def text(self) -> str:
-        """Return the table for a terminal: the first column to the left, the others to the right."""
-        lines = [self.header, *self.rows]
-        first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        body = [
-            "  ".join(
-                [line[0].ljust(first), *(cell.rjust(w) for cell, w in zip(line[1:], widths, strict=True))]
-            )
-            for line in lines
-        ]
-        return "\n".join([self.title, *map(str.rstrip, body)])
-
-    def markdown(self) -> str:
-        """Return the table in Markdown, below its title."""
-        rule = ["---"] + ["--:"] * (len(self.header) - 1)
-        lines = [[_inline(cell).replace("|", r"\|") for cell in line] for line in (self.header, *self.rows)]
-        body = ["| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:])]
-        return "\n".join([f"**{self.title}**", "", *body])
-
-
-def tables(results: Results) -> list[Table]:
-    """Return all tables: those of each temperature, then the checks."""
-    everything = all_stats(results)
-    checks = _checks(everything)
-    found = [table for stats in everything for table in _of_temperature(stats)]
-    return [*found, checks] if checks.rows else found
-
-
-def _of_temperature(stats: RunStats) -> Iterator[Table]:
-    yield _speedups(stats)
-    yield _taus(stats)
-    yield _speeds(stats)
-    for cell in stats.adaptive():
-        yield _against(stats, cell)
-    yield _rounds(stats)
-    coupled = [cell.removesuffix(UNCOUPLED) for cell in stats.specs if cell.endswith(UNCOUPLED)]
-    if stats.temperature > 0 and (both := [cell for cell in coupled if cell in stats.specs]):
-        yield _coupling(stats, both)
-    yield _detail(stats)
-
-
-def _speedups(stats: RunStats) -> Table:
-    columns = stats.columns[1:]
-    rows = [[task, *(_number(stats.ratio(cell, OFF, task)) for cell in columns)] for task in stats.tasks]
-    for base, name in ((OFF, "geometric mean"), ("hf", "geometric mean, over hf")):
-        if base in stats.columns:
-            rows.append([name, *(_number(stats.geometric(cell, base)) for cell in columns)])
-    return Table(f"Speedup of decoding over off, {stats.at}", ["task", *columns], rows)
-
-
-def _taus(stats: RunStats) -> Table:
-    columns = [cell for cell in stats.columns if cell != OFF and stats.accepted(cell)]
-    every = (*stats.tasks, None)
-    rows = [[task or "all", *(_number(stats.tau(cell, task)) for cell in columns)] for task in every]
-    return Table(f"Tokens a round (tau), {stats.at}", ["task", *columns], rows)
-
-
-_SPEEDS = ("tokens/s decoding", "tokens/s in all", "speedup decoding", "quartiles")
-
-
-def _speeds_of(stats: RunStats, cell: str, task: str | None = None) -> list[str]:
-    """Return the figures of the columns `_SPEEDS`."""
-    decoding, total = (median(stats.speeds(cell, task, span)) for span in get_args(Span))
-    ratios = stats.ratios(cell, OFF, task)
-    low, high = map(_number, quartiles(ratios))
-    return [_number(decoding, ".1f"), _number(total, ".1f"), _number(median(ratios)),
-            f"{low} to {high}" if ratios else _NONE]  # fmt: skip
-
-
-def _speeds(stats: RunStats) -> Table:
-    verdicts = ("equal", "near-tie", "different")
-    header = ["cell", *_SPEEDS, "speedup in all", "nodes a round", "noise", *verdicts]
-    rows = []
-    for cell in stats.columns:
-        counts = Counter(run["verdict"]["kind"] for run in stats.runs(cell))
-        row = [cell, *_speeds_of(stats, cell), _number(stats.ratio(cell, OFF, span="total"))]
-        row += [_number(stats.nodes(cell), ".1f"), _number(stats.noise(cell), ".1%")]
-        rows.append([*row, *(str(counts[kind]) for kind in verdicts)])
-    return Table(f"Speeds, medians over all prompts, {stats.at}", header, rows)
-
-
-def _detail(stats: RunStats) -> Table:
-    header = ["task, cell", "prompts", "tau", *_SPEEDS]
-    rows = []
-    for task, cell in product(stats.tasks, stats.columns):
-        tau = _NONE if cell == OFF else _number(stats.tau(cell, task))
-        prompts = str(len(stats.speeds(cell, task, "total")))
-        rows.append([f"{task}, {cell}", prompts, tau, *_speeds_of(stats, cell, task)])
-    return Table(f"Each task and cell, {stats.at}", header, rows, detail=True)
-
-
-def _against(stats: RunStats, cell: str) -> Table:
-    chain = stats.chain_of(cell)
-    header = ["task", f"{cell} / off", f"{cell} / {chain or 'chain'}", "best fixed", f"{cell} / best fixed"]
-    rows = []
-    for task in stats.tasks:
-        best = stats.best(stats.rivals(cell), task)
-        wins = [_wins(stats.ratios(cell, other, task)) if other else _NONE for other in (OFF, chain, best)]
-        rows.append([task, *wins[:2], best or _NONE, wins[2]])
-    return Table(f"{cell} against fixed choices, {stats.at}", header, rows)
-
-
-def _rounds(stats: RunStats) -> Table:
-    found = {cell: seconds for cell in stats.columns if (seconds := stats.round_seconds(cell))}
-    rows = [[cell, *(_number(1e3 * parts.get(part, 0.0)) for part in PARTS)] for cell, parts in found.items()]
-    return Table(f"Milliseconds of a round by part, {stats.at}", ["cell", *PARTS], rows)
-
-
-def _coupling(stats: RunStats, cells: list[str]) -> Table:
-    header = ["task"]
-    for cell in cells:
-        header += [f"{cell} tau", "uncoupled tau", "gain", "speed gain"]
-    rows = []
-    for task in (*stats.tasks, None):
-        row = [task or "all"]
-        for cell in cells:
-            on, off = stats.tau(cell, task), stats.tau(cell + UNCOUPLED, task)
-            gains = on / off - 1, stats.ratio(cell, cell + UNCOUPLED, task) - 1
-            row += [_number(on), _number(off), *(_number(gain, "+.1%") for gain in gains)]
-        rows.append(row)
-    title = f"Drafting that looks at the noise, against drafting that does not, {stats.at}"
-    return Table(title, header, rows)
-
-
-def _checks(everything: Sequence[RunStats]) -> Table:
-    """Return in how many tasks and temperatures each claim holds, and where it holds least."""
-    claims: dict[tuple[str, float], list[tuple[float, str]]] = defaultdict(list)
-    for stats, task in [(each, task) for each in everything for task in each.tasks]:
-        for cell, spec in stats.specs.items():
-            chain = stats.chain_of(cell)
-            if chain and spec.coupled and spec.method == "tree" and not spec.adaptive:
-                ratio = stats.tau(cell, task) / stats.tau(chain, task)
-                claims[f"tau({cell}) >= tau({chain})", 1.0].append((ratio, f"{task}, {stats.at}"))
-        for cell in stats.adaptive():
-            chain, best = stats.chain_of(cell), stats.best(stats.rivals(cell), task)
-            for other, name in ((OFF, OFF), (chain, chain), (best, "the best fixed cell")):
-                if other:
-                    claim = f"speed({cell}) >= {_NO_SLOWER} of {name}", _NO_SLOWER
-                    claims[claim].append((stats.ratio(cell, other, task), f"{task}, {stats.at}"))
-    rows = []
-    for (text, bound), found in claims.items():
-        if values := [(ratio, where) for ratio, where in found if ratio > 0]:
-            least, where = min(values)
-            held = sum(ratio >= bound for ratio, _ in values)
-            rows.append([text, f"{held} of {len(values)}", _number(least, ".3f"), where])
-    return Table("Checks", ["claim", "holds in", "least ratio", "there"], rows)
-
-
-def _number(value: float, form: str = ".2f") -> str:
-    return _NONE if math.isnan(value) else format(value, form)
-
-
-def _wins(values: list[float]) -> str:
-    if not values:
-        return _NONE
-    return f"{median(values):.3f} ({sum(value >= 1 for value in values)} of {len(values)})"
 
 
 def terminal(results: Results) -> str:
@@ -211,10 +35,10 @@ def markdown(results: Results, source: str, plots: Sequence[str]) -> str:
         plots: pictures, likewise.
     """
     pictures = [f"![{Path(plot).stem.replace('-', ' ')}]({plot})" for plot in plots]
-    facts = [f"- {_inline(fact)}" for fact in _facts(results)]
+    facts = [f"- {inline(fact)}" for fact in _facts(results)]
     parts = [_begin(source), "\n".join([*facts, f"- raw figures: [{source}]({source})"])]
     parts += [table.markdown() for table in tables(results)]
-    return "\n\n".join([*parts, *map(_inline, _remarks(results)), *pictures, _END])
+    return "\n\n".join([*parts, *map(inline, _remarks(results)), *pictures, _END])
 
 
 def write(path: Path, results_path: Path, results: Results, plots: Sequence[Path]) -> None:
@@ -237,11 +61,6 @@ def write(path: Path, results_path: Path, results: Results, plots: Sequence[Path
 
 def _begin(source: str) -> str:
     return f"<!-- figures of {source} -->"
-
-
-def _inline(text: str) -> str:
-    """Return any text as a part of a line of Markdown: without line ends and comments."""
-    return " ".join(text.split()).replace("<!--", "&lt;!--")
 
 
 def _facts(results: Results) -> list[str]:
@@ -274,3 +93,124 @@ def _remarks(results: Results) -> list[str]:
                 f"{verdict['at']} (gap {verdict['gap']}, noise {verdict['noise']})."
             )
     return lines
+
+
+def check_matplotlib() -> None:
+    """Raise ConfigError where no picture can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plots needs matplotlib: pip install 'ddtree[bench]'")
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Draw all pictures as PNG; return the files. Raises ConfigError: matplotlib is missing, a file fails."""
+    check_matplotlib()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [_save(folder / f"{name}.png", title, draw_on) for name, title, draw_on in _pictures(results)]
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"plots cannot be written to {folder} ({why}): name another folder") from error
+
+
+def _save(path: Path, title: str, draw_on: Draw) -> Path:
+    # Not pyplot: its global state and its choice of a window system stay untouched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    draw_on(axes)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    return path
+
+
+def _pictures(results: Results) -> Iterator[tuple[str, str, Draw]]:
+    """Yield name, title and drawing of each picture that the results allow."""
+    everything = all_stats(results)
+    for stats in everything:
+        slug = f"t{stats.temperature:g}".replace(".", "_")
+        if _trees(stats):
+            yield f"speedup-{slug}", f"Speedup of decoding by budget, {stats.at}", partial(_speedups, stats)
+            yield f"tau-{slug}", f"Tokens a round by budget, {stats.at}", partial(_taus, stats)
+        if any(stats.accepted(cell) for cell in stats.columns[1:]):
+            yield f"accepted-{slug}", f"Accepted tokens of a round, {stats.at}", partial(_accepted, stats)
+        yield f"round-{slug}", f"Time of a round, {stats.at}", partial(_rounds, stats)
+    if results.latency is not None:
+        title = "Verification: measured rounds and the fit"
+        yield "verification", title, partial(_verification, results.latency, everything)
+
+
+def _trees(stats: RunStats) -> dict[int, str]:
+    """Return the methods with a fixed tree of all drafters, by budget."""
+    fixed = [
+        spec for spec in stats.specs.values() if spec.name == f"tree:{spec.budget}" and not spec.adaptive
+    ]
+    return {int(spec.budget): spec.name for spec in sorted(fixed, key=lambda spec: int(spec.budget))}
+
+
+def _speedups(stats: RunStats, axes: Any) -> None:
+    def value(cell: str, task: str | None) -> float:
+        return stats.ratio(cell, OFF, task) if task else stats.geometric(cell, OFF)
+
+    _by_budget(stats, axes, value, "geometric mean")
+    axes.set_ylabel("times as fast as off")
+
+
+def _taus(stats: RunStats, axes: Any) -> None:
+    _by_budget(stats, axes, stats.tau, "all")
+    axes.set_ylabel("tokens a round")
+
+
+def _by_budget(stats: RunStats, axes: Any, value: Callable[[str, str | None], float], mean: str) -> None:
+    """Draw a line for each task and one for all, over the budgets of fixed trees."""
+    trees = _trees(stats)
+    for task in stats.tasks:
+        axes.plot(list(trees), [value(cell, task) for cell in trees.values()], lw=1, label=task)
+    axes.plot(list(trees), [value(cell, None) for cell in trees.values()], "k-o", lw=2, label=mean)
+    for cell, style in (("chain", "--"), ("auto", ":"), ("tree:auto", "-.")):
+        level = value(cell, None) if cell in stats.columns else math.nan
+        if not math.isnan(level):
+            axes.axhline(level, color="black", ls=style, lw=1, label=cell)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(trees), list(map(str, trees)))
+    axes.set_xlabel("budget (drafted nodes a round)")
+
+
+def _accepted(stats: RunStats, axes: Any) -> None:
+    found = {cell: depths for cell in stats.columns[1:] if (depths := stats.accepted(cell))}
+    places = range(max(max(depths) for depths in found.values()) + 1)
+    for cell, depths in found.items():
+        axes.plot(places, [depths[place] / depths.total() for place in places], marker=".", lw=1, label=cell)
+    axes.set_xlabel("drafted tokens accepted in a round")
+    axes.set_ylabel("share of rounds")
+
+
+def _rounds(stats: RunStats, axes: Any) -> None:
+    found = {cell: seconds for cell in stats.columns if (seconds := stats.round_seconds(cell))}
+    left = [0.0] * len(found)
+    for part in PARTS:
+        width = [1e3 * seconds.get(part, 0.0) for seconds in found.values()]
+        axes.barh(list(found), width, left=left, label=part)
+        left = [start + size for start, size in zip(left, width, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds a round")
+
+
+def _verification(latency: dict[str, Any], everything: list[RunStats], axes: Any) -> None:
+    """Draw verification times: what each method's rounds took, and the fitted curve."""
+    widest = 0.0
+    for stats in everything:
+        rounds = [(stats.nodes(cell) + 1, stats.round_seconds(cell).get("verify")) for cell in stats.columns]
+        known = [(width, 1e3 * seconds) for width, seconds in rounds if seconds is not None]
+        axes.plot(*zip(*known, strict=True), "o", ms=4, label=f"cells, {stats.at}")
+        widest = max(widest, *(width for width, _ in known))
+    fit = zip(latency["widths"], latency["seconds"], strict=True)
+    shown = [(width, 1e3 * seconds) for width, seconds in fit if width <= 1.3 * widest]
+    axes.plot(*zip(*shown, strict=True), "k-", label="fit")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(f"nodes of a round, root included (context of {latency['context']:.0f} tokens)")
+    axes.set_ylabel("milliseconds of verification")

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -138,8 +137,10 @@ class ResultsFile:
                     "run with the same ones to go on"
                 )
             self.done = _finished(known)
-            # What was not finished is at the end.
-            self._file.truncate(sum(map(len, takewhile(self._is_finished, lines))))
+            kept = b"".join(line for line in lines if self._is_finished(line))
+            same = len(kept) if text.startswith(kept) else 0
+            self._file.truncate(same)
+            self._file.write(kept[same:].decode("utf-8"))
             return True
 
     def _is_finished(self, line: bytes) -> bool:

@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "serve":
         return _serve(args)
     if args.plots:
-        from ddtree.bench import plots
+        from ddtree.bench import report
 
-        plots.check_matplotlib()
+        report.check_matplotlib()
     if args.action == "report":
         _check_apart(args.raw, args.markdown)
         return _report(args.raw, args)
@@ -171,11 +171,11 @@ def _header(
 
 def _report(path: Path, args: argparse.Namespace) -> int:
     """Print the tables, and write what was asked for; return 1 where a text differs for no known reason."""
-    from ddtree.bench import plots, report, results
+    from ddtree.bench import report, results
 
     found = results.read(path)
     print(report.terminal(found))
-    drawn = plots.draw(found, args.plots) if args.plots else []
+    drawn = report.draw(found, args.plots) if args.plots else []
     if args.markdown:
         report.write(args.markdown, path, found, drawn)
     if args.action != "report":

@@ -10,7 +10,7 @@ from ddtree.cli.options import add_model_options, load_model
 from ddtree.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ddtree.bench.report import Table
+    from ddtree.bench.tables import Table
     from ddtree.policy.latency import LatencyTable
 
 _ANSWER_TOKENS = 64
@@ -136,7 +136,7 @@ def report(table: LatencyTable) -> str:
 
 def _table(model: LatencyTable, rows: int) -> Table:
     """Return the times of one number of rows, by nodes and context."""
-    from ddtree.bench.report import Table
+    from ddtree.bench.tables import Table
     from ddtree.tree import MAX_DEPTH
 
     points = [point for point in model.points if point.rows == rows]
