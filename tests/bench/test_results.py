@@ -45,6 +45,18 @@ def test_a_run_that_was_broken_off_goes_on_there(tmp_path, kept, torn):
     assert keys == [(run["id"], run["temperature"], run["cell"]) for run in read(whole).runs]
 
 
+def test_a_line_lost_in_the_middle_is_measured_again_and_the_others_stay(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    fakes.measured(path, NAMES)
+    every = lines(path)
+    path.write_text("".join(every[:5] + every[6:]))
+    with ResultsFile(path, fakes.header(NAMES)) as results:
+        assert len(results.done) == 11
+        fakes.runner(results, fakes.methods(*NAMES)).run()
+    again = lines(path)
+    assert again[:34] == every[:4] + every[7:] and len(read(path).runs) == 36
+
+
 def test_prompts_that_were_passed_over_stay_so(tmp_path):
     path = tmp_path / "raw.jsonl"
     for _ in range(2):

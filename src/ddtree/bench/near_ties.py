@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ddtree.model.kv_cache import KVCache
-from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.tree import DraftTree
@@ -66,17 +65,12 @@ def verdict(
 
 
 def first_difference(
-    target: Target,
-    prompt: list[int],
-    one: list[int],
-    other: list[int],
-    temperature: float = 0.0,
-    seed: int = 0,
+    target: Any, prompt: list[int], one: list[int], other: list[int], temperature: float = 0.0, seed: int = 0
 ) -> Difference | None:
     """Find and measure the first difference of two outputs of `prompt`.
 
     Args:
-        target: the target of both.
+        target: the `Target` of both; one that verifies trees, unless the outputs are the same.
         prompt: token ids.
         one, other: output token ids.
         temperature, seed: of the request. Filters and penalties are not supported.

@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         float32, which is then checked and said; 1 where they differ for any other reason.
     """
     from ddtree import api
+    from ddtree.bench.near_ties import first_difference
     from ddtree.bench.results import busy_warning
 
     options.quiet_transformers(args.debug)
@@ -95,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n> {prompt}\n", flush=True)
         # Which one goes first alternates, so that neither gains from a machine that slows down or speeds up.
         plain, tree = _answer_both(model, prompt, (number % 2, 1 - number % 2), chosen)
-        difference = _first_difference(model, plain.result, tree.result, args.temperature)
+        one, other = plain.result, tree.result
+        outputs = one.prompt_ids, one.token_ids, other.token_ids
+        difference = first_difference(model.engine.target, *outputs, args.temperature, one.seed)
         comparisons.append(PromptComparison(prompt, plain, tree, difference))
         line = "{} ({} tokens/s) against {} ({} tokens/s): {}, {} tokens per forward pass; texts {}"
         print("\n" + line.format(*_figures([plain], [tree]), comparisons[-1].verdict), flush=True)
@@ -135,17 +138,6 @@ def _answer_both(
             print()
         timed[side] = TimedResult(stream.result, seconds)
     return timed[0], timed[1]
-
-
-def _first_difference(model: Model, plain: Result, tree: Result, temperature: float) -> Difference | None:
-    from ddtree.bench.near_ties import first_difference
-
-    if plain.token_ids == tree.token_ids:
-        return None
-    target: Any = model.engine.target  # verifies trees: any other decodes both in the same way
-    return first_difference(
-        target, plain.prompt_ids, plain.token_ids, tree.token_ids, temperature, plain.seed
-    )
 
 
 def _same_texts(model: Model, prompts: list[str], chosen: dict[str, Any]) -> bool:
