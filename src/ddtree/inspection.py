@@ -337,18 +337,16 @@ def _check_weights(name: str, model: Any, found: Shapes) -> None:
             raise CheckpointError(
                 f"{name} is damaged: {key} has shape {list(shape)}, and by config.json {list(other)}: {_AGAIN}"
             )
-    missing = _without_ties(model, needed.keys() - there, there)
+    # A tied tensor is there where the one it is tied to is, or another that is tied to that one.
+    source_of = model.all_tied_weights_keys
+    sources = {source_of.get(key, key) for key in there}
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    missing = sorted(
+        key
+        for key in needed.keys() - there
+        if source_of.get(key, key) not in sources and not any(re.search(pattern, key) for pattern in optional)
+    )
     if missing:
         raise CheckpointError(
             f"{name} is incomplete: {len(missing)} tensors are missing ({missing[0]}, ...): {_AGAIN}"
         )
-
-
-def _without_ties(model: Any, missing: set[str], there: set[str]) -> list[str]:
-    """Return the missing names that are neither tied to a tensor that is there nor optional."""
-    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    same: dict[int, set[str]] = {}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        same.setdefault(id(parameter), set()).add(key)
-    tied = {key for keys in same.values() if keys & there for key in keys}
-    return sorted(key for key in missing - tied if not any(re.search(pattern, key) for pattern in optional))
