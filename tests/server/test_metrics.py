@@ -91,8 +91,8 @@ def test_rounds_are_counted():
 def test_answers_are_counted():
     counted = book()
     metrics = counted.metrics
-    metrics.ttft.observe(0.3)
-    metrics.queue_time.observe(0.02)
+    metrics.observe("time_to_first_token", 0.3)
+    metrics.observe("queue_time", 0.02)
     metrics.tokens(4, 0.08)
     stats = Stats(prompt_tokens=10, cached_tokens=6, output_tokens=5)
     metrics.ended("stop", stats, 0.4, 0.02)
@@ -122,9 +122,10 @@ def test_gauges_time_switches_and_refusals_are_told():
     assert value(counted, "ddtree_rows_running") == 3
     rows[0] = 4
     assert value(counted, "ddtree_rows_running") == 4
-    metrics.spent({"draft": 0.5, "verify": 1.0})
-    metrics.refused.labels(reason="busy").inc()
-    metrics.engine_errors.inc()
+    metrics.count("time_seconds", 0.5, part="draft")
+    metrics.count("time_seconds", 1.0, part="verify")
+    metrics.count("refused", reason="busy")
+    metrics.count("engine_errors")
     assert value(counted, "ddtree_time_seconds_total", part="verify") == 1
     assert value(counted, "ddtree_refused_total", reason="busy") == 1
     assert value(counted, "ddtree_engine_errors_total") == 1

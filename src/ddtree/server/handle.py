@@ -133,37 +133,30 @@ class DeltaQueue(Generic[T]):
         return [self._items.popleft() for _ in range(len(self._items))]
 
 
+@dataclass(eq=False)
 class RequestHandle:
     """One answer in the engine's thread. Cancel it with `EngineThread.cancel`.
 
-    Args:
+    Attributes:
         request: what was asked for.
         sequence: the engine's sequence.
         queue: receives (index, delta) for each delta.
         index: the answer's place in its HTTP request, as 0.
-
-    Attributes:
         cancelled: the answer is to be ended.
         left_queue: the engine has begun with its prompt.
-        submitted, first, latest: times (`time.perf_counter`) of submission, first token and latest token.
+        submitted, first, latest: times (`time.perf_counter`) of submission, first token and latest token; the last two
+            are the owner's to set.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        sequence: Sequence,
-        queue: DeltaQueue[tuple[int, TokenDelta]],
-        index: int,
-    ) -> None:
-        self.request = request
-        self.sequence = sequence
-        self._queue = queue
-        self._index = index
-        self.cancelled = self.left_queue = False
-        self.submitted = time.perf_counter()
-        self.first: float | None = None
-        self.latest = self.submitted
-        self._begun = False
+    request: GenerationRequest
+    sequence: Sequence
+    queue: DeltaQueue[tuple[int, TokenDelta]]
+    index: int
+    cancelled: bool = False
+    left_queue: bool = False
+    submitted: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    latest: float = 0.0
 
     @property
     def tpot(self) -> float | None:
@@ -173,23 +166,18 @@ class RequestHandle:
             return None
         return (self.latest - self.first) / (tokens - 1)
 
-    def send(self, delta: TokenDelta) -> None:
-        """Pass a delta on to the reader."""
-        self._queue.put((self._index, delta))
-
     def take_new(self) -> TokenDelta | None:
         """Return what is new since the last call, or None."""
         sequence = self.sequence
         new, ended = sequence.take_new(), sequence.finish_reason is not None
         if not new.tokens and not ended:
             return None
-        first, self._begun = not self._begun, True
         return TokenDelta(
             text=new.text,
             tokens=new.tokens,
             origins=new.origins,
             logprobs=new.logprobs or [],
-            prompt_logprobs=sequence.prompt_logprobs if first else None,
+            prompt_logprobs=sequence.prompt_logprobs if self.first is None else None,
             result=Result.of(sequence) if ended and sequence.error is None else None,
             error=sequence.error,
         )

@@ -9,15 +9,19 @@ import signal
 import socket
 import threading
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ddtree.errors import ConfigError
 from ddtree.server.engine_thread import EngineThread
-from ddtree.server.security import LimitedConnection
+from ddtree.server.http import ApiError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+HEAD_PATIENCE = 30.0
+"""Seconds that the head of a request may take."""
 _LINGER = 5.0  # seconds beyond the grace in which clients may read what was answered
 _log = logging.getLogger(__name__)
 
@@ -52,6 +56,67 @@ def url(bound: socket.socket) -> str:
     """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class LimitedConnection(H11Protocol):
+    """uvicorn's connection, with a limit on their number (`limit_concurrency`) and on the time of a request's head.
+
+    uvicorn's own limit is checked at each request, and answers those of older connections in plain text. Here one
+    connection too many gets an error in OpenAI's form and is closed. uvicorn's own timer only runs between requests.
+    """
+
+    _head_deadline: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request, or close a connection too many."""
+        super().connection_made(transport)
+        most, self.limit_concurrency = self.limit_concurrency, None
+        if most is not None and len(self.connections) > most:
+            transport.write(_too_many_connections())
+            transport.close()
+        else:
+            self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of a request. A head must be complete in time, however many pieces it comes in."""
+        super().data_received(data)
+        if self._answering:
+            self._head_deadline = None
+        else:
+            self._wait_for_head()
+
+    def shutdown(self) -> None:
+        """End with the server. A request whose body is incomplete would only be refused, at its sender's pace."""
+        if self._answering and self.cycle.more_body:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def _should_upgrade(self) -> bool:
+        # Such requests are answered over HTTP; uvicorn would log the advice to install another protocol.
+        return False
+
+    @property
+    def _answering(self) -> bool:
+        # None before the first request, whatever its type says.
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        if self._head_deadline is None:
+            self._head_deadline = self.loop.time() + HEAD_PATIENCE
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_at(self._head_deadline, self.timeout_keep_alive_handler)
+
+
+def _too_many_connections() -> bytes:
+    error = ApiError(503, "too many connections: try again later", code="too_many_connections")
+    response = error.response()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+        f"Content-Length: {len(response.body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + bytes(response.body)
 
 
 class HttpServer(uvicorn.Server):
