@@ -95,8 +95,8 @@ def test_answers_are_counted():
     metrics.observe("queue_time", 0.02)
     metrics.tokens(4, 0.08)
     stats = Stats(prompt_tokens=10, cached_tokens=6, output_tokens=5)
-    metrics.ended("stop", stats, 0.4, 0.02)
-    metrics.ended("cancelled", Stats(prompt_tokens=3), 0.1, None)
+    counted.answer_ended("stop", stats, 0.4, 0.3, 0.02)
+    counted.answer_ended("cancelled", Stats(prompt_tokens=3), 0.1)
     found = read(counted)
     assert found["ddtree_requests_total"] == {
         (("finish_reason", "stop"),): 1, (("finish_reason", "cancelled"),): 1,
@@ -155,8 +155,8 @@ def test_rolling_figures_are_of_the_last_while():
     }  # fmt: skip
     rolling.add(a_round())
     for seconds in (1.0, 2.0, 9.0):
-        rolling.answer_ended(seconds, seconds / 10, drafted=True)
-    rolling.answer_ended(1.5, 0.6, drafted=False)
+        rolling.answer_ended("stop", Stats(arms={"off": 1, "tree@lookup": 1}), 20.0, seconds, seconds / 10)
+    rolling.answer_ended("stop", Stats(arms={"off": 2}), 20.0, 1.5, 0.6)
     found = rolling.window_stats()
     assert (found["tau"], found["tokens_per_second"]) == (2.0, 8.0)
     assert found["drafted"] == {"answers": 3, "ttft_p50": 2.0, "tpot_p50": 0.2}

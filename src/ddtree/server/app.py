@@ -23,15 +23,7 @@ from ddtree.server import http, openai, schemas
 from ddtree.server.config import HttpSettings
 from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import DeltaQueue
-from ddtree.server.http import (
-    ApiError,
-    AppState,
-    AuthMiddleware,
-    BodyLimit,
-    State,
-    invalid_value,
-    json_response,
-)
+from ddtree.server.http import ApiError, AppState, RequestGuard, State, invalid_value, json_response
 from ddtree.server.metrics import CONTENT_TYPE
 from ddtree.server.tokens import encode_chat
 
@@ -87,8 +79,8 @@ def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> Fa
     app.include_router(router)
     app.mount("/dashboard", DashboardFiles(directory=_DASHBOARD))
     # The last one added sees a request first.
-    app.add_middleware(BodyLimit, limit=worker.limits.max_body_bytes)
-    app.add_middleware(AuthMiddleware, keys=settings.api_keys, hosts=settings.hosts)
+    limit = worker.limits.max_body_bytes
+    app.add_middleware(RequestGuard, keys=settings.api_keys, hosts=settings.hosts, limit=limit)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -17,7 +17,7 @@ from ddtree.api import Model
 from ddtree.engine.engine import Engine, Round
 from ddtree.engine.planner import unmeasured
 from ddtree.engine.sequence import Sequence
-from ddtree.errors import ConfigError, DDTreeError
+from ddtree.errors import DDTreeError
 from ddtree.policy import Request as DraftRequest
 from ddtree.server.config import DraftSettings, ServerLimits
 from ddtree.server.handle import (
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 class EngineThread:
     """Runs the engine in a thread while there is work, and sleeps otherwise.
 
-    All methods may be called from any thread. None waits for a round, except `shutdown` and `wait_ready`.
+    All methods may be called from any thread. None waits for a round, except `shutdown`.
 
     Args:
         model: decodes; its owner closes it.
@@ -78,7 +78,6 @@ class EngineThread:
         self._lock = threading.Lock()
         self._open = 0  # answers submitted and not ended
         self._status: Literal["starting", "ready", "closing", "stopped", "failed"] = "starting"
-        self._started = threading.Event()  # "starting" is over
         self._aborting = False  # answers are no longer waited for
         self._failures = 0  # failed rounds in a row
         self._error: str | None = None
@@ -118,10 +117,6 @@ class EngineThread:
     def start(self) -> None:
         """Start the thread. Answers may be submitted at once; they wait until the cost of rounds is measured."""
         self._thread.start()
-
-    def wait_ready(self, timeout: float | None = None) -> bool:
-        """Wait until answers are made, up to `timeout` seconds; return whether they are."""
-        return self._started.wait(timeout) and self.health["ready"]
 
     def shutdown(self, grace: float = 30.0) -> None:
         """Refuse new answers, finish those submitted, and end those that still run after `grace` seconds."""
@@ -218,9 +213,7 @@ class EngineThread:
     def _sequence(self, request: GenerationRequest) -> Sequence:
         """Check a request and make its sequence; the engine's own state is not touched."""
         DraftSettings().merged(request.drafting).check_drafter(self._engine.members)
-        text = self.model.detokenizer(request.params) if request.text else None
-        if request.params.stop and text is None:
-            raise ConfigError("stop strings need text: use stop_token_ids, or let text be made")
+        text = self.model.detokenizer(request.params)
         return self._engine.sequence(request.prompt, request.params, self._draft_request(request), text)
 
     def _draft_request(self, request: GenerationRequest) -> DraftRequest:
@@ -244,7 +237,6 @@ class EngineThread:
             with self._lock:
                 if self._status == "starting":
                     self._status = "ready"
-            self._started.set()
             while self._receive():
                 if not self._engine.idle:
                     self._step()
@@ -254,8 +246,6 @@ class EngineThread:
             self._die(error)
         else:
             self._status = "stopped"
-        finally:
-            self._started.set()
 
     def _receive(self) -> bool:
         """Do what other threads asked for, waiting while there is nothing to do; return False when all is over."""
@@ -366,21 +356,17 @@ class EngineThread:
     def _measure(self, handle: RequestHandle, delta: TokenDelta) -> None:
         now, metrics = time.perf_counter(), self.book.metrics
         if delta.tokens:
-            if handle.first is None:
-                handle.first = now
-                metrics.observe("time_to_first_token", now - handle.submitted)
+            if handle.ttft is None:
+                handle.ttft = now - handle.submitted
+                metrics.observe("time_to_first_token", handle.ttft)
             else:
                 metrics.tokens(len(delta.tokens), now - handle.latest)
             handle.latest = now
         if delta.last:
-            stats = handle.sequence.stats
             reason = "error" if delta.error is not None else str(handle.sequence.finish_reason)
             seconds = now - handle.submitted
-            metrics.ended(reason, stats, seconds, handle.tpot)
+            self.book.answer_ended(reason, handle.sequence.stats, seconds, handle.ttft, handle.tpot)
             self._mean_seconds += (seconds - self._mean_seconds) * 0.1
-            if handle.first is not None and handle.tpot is not None:
-                drafted = any(arm != "off" for arm in stats.arms)
-                self.book.answer_ended(handle.first - handle.submitted, handle.tpot, drafted=drafted)
 
     def _record_round(self, done: Round) -> None:
         if self._failures:

@@ -53,13 +53,11 @@ class GenerationRequest:
         prompt: token ids.
         params: how to sample.
         drafting: fields of `DraftSettings` that are fixed for this answer; the others follow the server's, live.
-        text: detokenize the answer; False leaves `TokenDelta.text` empty.
     """
 
     prompt: list[int]
     params: SamplingParams
     drafting: Mapping[str, Any] | None = None
-    text: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,9 @@ class RequestHandle:
         index: the answer's place in its HTTP request, as 0.
         cancelled: the answer is to be ended.
         left_queue: the engine has begun with its prompt.
-        submitted, first, latest: times (`time.perf_counter`) of submission, first token and latest token; the last two
-            are the owner's to set.
+        submitted: time of submission (`time.perf_counter`).
+        latest: time of the latest token, which the engine's thread sets.
+        ttft: seconds from submission to the first token, which it sets too; None before.
     """
 
     request: GenerationRequest
@@ -155,16 +154,16 @@ class RequestHandle:
     cancelled: bool = False
     left_queue: bool = False
     submitted: float = field(default_factory=time.perf_counter)
-    first: float | None = None
     latest: float = 0.0
+    ttft: float | None = None
 
     @property
     def tpot(self) -> float | None:
         """Return the seconds per token after the first; None before the second token."""
         tokens = self.sequence.output_length
-        if self.first is None or tokens < 2:
+        if self.ttft is None or tokens < 2:
             return None
-        return (self.latest - self.first) / (tokens - 1)
+        return (self.latest - self.submitted - self.ttft) / (tokens - 1)
 
     def take_new(self) -> TokenDelta | None:
         """Return what is new since the last call, or None."""
@@ -177,7 +176,7 @@ class RequestHandle:
             tokens=new.tokens,
             origins=new.origins,
             logprobs=new.logprobs or [],
-            prompt_logprobs=sequence.prompt_logprobs if self.first is None else None,
+            prompt_logprobs=sequence.prompt_logprobs if self.ttft is None else None,
             result=Result.of(sequence) if ended and sequence.error is None else None,
             error=sequence.error,
         )

@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import json
 import re
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -221,11 +220,6 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(dumps(value), status, headers, media_type="application/json")
 
 
-def new_id(prefix: str) -> str:
-    """Return a random id, as `chatcmpl-` and 24 hexadecimal digits."""
-    return f"{prefix}-{secrets.token_hex(12)}"
-
-
 def event(value: Any, name: str | None = None) -> str:
     """Return one server-sent event."""
     head = f"event: {name}\n" if name else ""
@@ -273,44 +267,52 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-class AuthMiddleware:
-    """Lets a request through, or answers it with 401, 415 or 421.
+class RequestGuard:
+    """Reads a request's body and passes the request on, or answers it with 401, 408, 413, 415 or 421.
 
     Args:
         app: the application behind it.
         keys: API keys. Every path but the open ones needs one of them, unless there are none.
         hosts: names allowed in the Host header; None for any. This keeps out pages of other sites whose name was made
             to lead to this machine (DNS rebinding).
+        limit: most bytes of a body, as 4 MiB.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], hosts: Iterable[str] | None) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], hosts: Iterable[str] | None, limit: int) -> None:
         self._app = app
         self._keys = [_digest(key) for key in keys]
         self._hosts = None if hosts is None else {host.lower() for host in hosts}
+        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else error.response())(scope, receive, send)
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        try:
+            self._check(scope["method"], scope["path"], headers)
+            body = await self._read(headers.get("content-length", ""), receive)
+        except ApiError as error:
+            return await error.response()(scope, receive, send)
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        headers, path = Headers(scope=scope), scope["path"]
+        async def replayed() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replayed, send)
+
+    def _check(self, method: str, path: str, headers: Headers) -> None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             message = "this server does not go by that name: see --allowed-host"
-            return ApiError(421, message, code="unknown_host")
+            raise ApiError(421, message, code="unknown_host")
         needs_key = self._keys and path not in OPEN_PATHS and not path.startswith("/dashboard/")
         if needs_key and not self._authorized(headers.get("authorization", "")):
-            return ApiError(
-                401,
-                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "the API key is missing or wrong: send it as Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         # Pages of other sites may send any other type without asking the server first.
-        if scope["method"] == "POST" and not re.fullmatch(r"application/(\S+\+)?json", kind):
+        if method == "POST" and not re.fullmatch(r"application/(\S+\+)?json", kind):
             message = "send JSON, as Content-Type: application/json"
-            return ApiError(415, message, code="unsupported_media_type")
-        return None
+            raise ApiError(415, message, code="unsupported_media_type")
 
     def _authorized(self, header: str) -> bool:
         """Return whether a header holds one of the keys, in a time that does not depend on how nearly."""
@@ -318,35 +320,6 @@ class AuthMiddleware:
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(known, digest) for known in self._keys]
         return scheme.lower() == "bearer" and any(matches)
-
-
-class BodyLimit:
-    """Reads a request's body before the application does, and refuses one that is too long or too slow.
-
-    Args:
-        app: the application behind it.
-        limit: most bytes of a body, as 4 MiB.
-    """
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app = app
-        self._limit = limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            body = await self._read(Headers(scope=scope).get("content-length", ""), receive)
-        except ApiError as error:
-            await error.response()(scope, receive, send)
-            return
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replayed() -> Message:
-            return messages.pop() if messages else await receive()
-
-        await self._app(scope, replayed, send)
 
     async def _read(self, length: str, receive: Receive) -> bytes:
         parts: list[bytes] = []

@@ -174,16 +174,6 @@ class Metrics:
         for _ in range(count):
             self.observe("inter_token_latency", gap / count)
 
-    def ended(self, reason: str, stats: Stats, seconds: float, tpot: float | None) -> None:
-        """Count an answer that ended, with its seconds since submission and its seconds per token after the first."""
-        self.count("requests", finish_reason=reason)
-        self.count("prompt_tokens", stats.prompt_tokens)
-        self.count("cached_prompt_tokens", stats.cached_tokens)
-        self.count("generation_tokens", stats.output_tokens)
-        self.observe("request_latency", seconds)
-        if tpot is not None:
-            self.observe("time_per_output_token", tpot)
-
     def _count_accepted(self, depth: int, nodes: int) -> None:
         self.count("accepted_tokens_per_depth", nodes, depth=depth)
         self.count(_VLLM + "accepted_tokens_per_pos", nodes, position=depth - 1)
@@ -249,16 +239,27 @@ class RoundBook:
             self._drawn = record.time
         self._report(record, watchers)
 
-    def answer_ended(self, ttft: float, tpot: float, *, drafted: bool) -> None:
+    def answer_ended(
+        self, reason: str, stats: Stats, seconds: float, ttft: float | None = None, tpot: float | None = None
+    ) -> None:
         """Record an answer that ended.
 
         Args:
-            ttft: seconds from its submission to its first token.
-            tpot: seconds per token after that.
-            drafted: any of its rounds had a draft.
+            reason: as `Sequence.finish_reason`.
+            stats: its figures.
+            seconds: from its submission to its end.
+            ttft: seconds from its submission to its first token, if it has one.
+            tpot: seconds per token after that, if it has more.
         """
-        with self._lock:
-            self._answers[drafted].append((ttft, tpot))
+        self.metrics.count("requests", finish_reason=reason)
+        self.metrics.count("prompt_tokens", stats.prompt_tokens)
+        self.metrics.count("cached_prompt_tokens", stats.cached_tokens)
+        self.metrics.count("generation_tokens", stats.output_tokens)
+        self.metrics.observe("request_latency", seconds)
+        if ttft is not None and tpot is not None:
+            self.metrics.observe("time_per_output_token", tpot)
+            with self._lock:
+                self._answers[any(arm != "off" for arm in stats.arms)].append((ttft, tpot))
 
     def window_stats(self) -> dict[str, Any]:
         """Return figures of the last 10 seconds, of each arm's last 256 rounds, and of the last 32 answers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
@@ -133,9 +134,8 @@ class Choices:
         self._prompt_only = body.token_limit == 0
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = 0
-        text = worker.model.tokenizer is not None
         requests = [
-            GenerationRequest(prompt, one, body.ddtree, text)
+            GenerationRequest(prompt, one, body.ddtree)
             for prompt in prompts
             for one in seeded(params, self._n)
         ]
@@ -256,7 +256,7 @@ class ResponseFormatter:
         self._logprobs = [CompletionLogprobs(self._texts, len(echo), hidden) for echo in self._echoes]
         kind = "chat.completion" if self._chat else "text_completion"
         self._head = {
-            "id": http.new_id("chatcmpl" if self._chat else "cmpl"),
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": kind + ".chunk" if self._chat and body.stream else kind,
             "created": int(time.time()),
             "model": worker.name,
