@@ -129,13 +129,10 @@ def test_logprobs_come_with_their_tokens(worker):
 def test_what_cannot_work_is_refused_at_once(worker):
     params = SamplingParams()
     for prompt, drafting, error in (
-        ([], None, PromptError),
-        ([9999], None, PromptError),
-        ([5] * 600, None, PromptError),
-        ([5], {"method": "magic"}, ConfigError),
-        ([5], {"dept": 3}, ConfigError),
+        ([], None, PromptError), ([9999], None, PromptError), ([5] * 600, None, PromptError),
+        ([5], {"method": "magic"}, ConfigError), ([5], {"dept": 3}, ConfigError),
         ([5], {"drafter": "absent"}, ConfigError),
-    ):
+    ):  # fmt: skip
         with pytest.raises(error):
             worker.submit([GenerationRequest(prompt, params, drafting)], Reader())
     with pytest.raises(ConfigError, match="logit_bias"):
@@ -371,14 +368,9 @@ def test_random_submissions_and_cancels_leave_no_row_behind(worker):
     readers = []
     for turn in range(200):
         try:
-            readers.append(
-                ask(
-                    worker,
-                    "ab" * rng.randint(1, 30),
-                    drafting={"method": rng.choice(["off", "chain", "tree", "auto"])},
-                    max_tokens=rng.randint(1, 12),
-                )
-            )
+            drafting = {"method": rng.choice(["off", "chain", "tree", "auto"])}
+            prompt, length = "ab" * rng.randint(1, 30), rng.randint(1, 12)
+            readers.append(ask(worker, prompt, drafting=drafting, max_tokens=length))
         except BusyError:
             time.sleep(0.02)
         if readers and rng.random() < 0.4:

@@ -102,9 +102,13 @@ def test_open_streams_of_events_do_not_keep_a_server_alive(monkeypatch):
 
 def test_the_api_is_described(client):
     paths = client.get("/openapi.json").json()["paths"]
-    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/api/drafting"} <= set(
-        paths
-    )
+    assert paths.keys() >= {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/api/drafting",
+    }
     assert client.get("/docs").status_code == 404
 
 

@@ -59,9 +59,7 @@ def test_load_clients_find_the_lines_they_look_for():
     named = book("a model")
     named.add(a_round())
     lines = named.metrics.text().decode().splitlines()
-    told = {
-        line.split(None, 1)[0]: float(line.split(None, 1)[1]) for line in lines if line.startswith("vllm:")
-    }
+    told = {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("vllm:")}
     labels = 'engine="0",model_name="a_model"'
     assert told.pop(f"vllm:spec_decode_num_drafts_total{{{labels}}}") == 1
     assert told.pop(f"vllm:spec_decode_num_draft_tokens_total{{{labels}}}") == 3
@@ -104,13 +102,9 @@ def test_answers_are_counted():
     for name, total in (("prompt", 13), ("cached_prompt", 6), ("generation", 5)):
         assert found[f"ddtree_{name}_tokens_total"] == {(): total}
     for name, count, total in (
-        ("time_to_first_token", 1, 0.3),
-        ("inter_token_latency", 4, 0.08),
-        ("inter_chunk_latency", 1, 0.08),
-        ("time_per_output_token", 1, 0.02),
-        ("request_latency", 2, 0.5),
-        ("queue_time", 1, 0.02),
-    ):
+        ("time_to_first_token", 1, 0.3), ("inter_token_latency", 4, 0.08), ("inter_chunk_latency", 1, 0.08),
+        ("time_per_output_token", 1, 0.02), ("request_latency", 2, 0.5), ("queue_time", 1, 0.02),
+    ):  # fmt: skip
         assert found[f"ddtree_{name}_seconds_count"][()] == count
         assert found[f"ddtree_{name}_seconds_sum"][()] == pytest.approx(total)
 
@@ -183,21 +177,12 @@ def test_reports_are_throttled_and_lose_no_token():
     reports.add(a_round())
     assert sum(report["rounds"] for report in told) == 12 and sum(report["made"] for report in told) == 48
     last = told[-1]
-    assert (last["rows"], last["arm"], last["accepted"], last["nodes"]) == (
-        2,
-        "tree@lookup, off",
-        [2, 0],
-        [3, 0],
-    )
+    assert (last["rows"], last["arm"]) == (2, "tree@lookup, off")
+    assert (last["accepted"], last["nodes"]) == ([2, 0], [3, 0])
     assert last["tree"] == {
-        "row": 0,
-        "tokens": ["7", "8", "9", "10"],
-        "parents": [0, 0, 1, 2],
-        "depths": [0, 1, 2, 3],
-        "logprobs": [0.0, -0.5, -1.0, -1.5],
-        "path": [0, 1, 2],
-        "next": "99",
-    }
+        "row": 0, "tokens": ["7", "8", "9", "10"], "parents": [0, 0, 1, 2], "depths": [0, 1, 2, 3],
+        "logprobs": [0.0, -0.5, -1.0, -1.5], "path": [0, 1, 2], "next": "99",
+    }  # fmt: skip
     stop()
     stop()
     now[0] += 1

@@ -79,7 +79,7 @@ def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> Fa
     app.include_router(router)
     app.mount("/dashboard", DashboardFiles(directory=_DASHBOARD))
     # The last one added sees a request first.
-    limit = worker.limits.max_body_bytes
+    limit = worker.limits.max_body
     app.add_middleware(RequestGuard, keys=settings.api_keys, hosts=settings.hosts, limit=limit)
     if settings.cors_origins:
         app.add_middleware(

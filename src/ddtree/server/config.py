@@ -20,7 +20,7 @@ class ServerLimits:
 
     Attributes:
         max_waiting: answers that may wait for a row, in addition to the engine's rows.
-        max_body_bytes: longest request body.
+        max_body: longest request body, in bytes.
         max_tokens: tokens of a chat answer whose request names no limit.
         max_n: most answers to one prompt.
         max_connections: most open connections.
@@ -31,7 +31,7 @@ class ServerLimits:
     """
 
     max_waiting: int = 64
-    max_body_bytes: int = 4 * 1024 * 1024
+    max_body: int = 4 * 1024 * 1024
     max_tokens: int = 512
     max_n: int = 8
     max_connections: int = 512

@@ -84,7 +84,7 @@ def as_text(tokenizer: Any, prompt: str | list[int]) -> str:
     return str(tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def check_request(state: AppState, body: GenerationFields, prompts: int = 1) -> None:
+def check_request(state: AppState, body: GenerationFields, prompts: int) -> None:
     """Raise ApiError for what is wrong with a request of so many prompts, before anything is encoded."""
     worker = state.worker
     state.check_model(body.model)
