@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client
+from prometheus_client import Counter, Gauge, Histogram
 
 from ddtree.engine.engine import Round
 from ddtree.policy import Policy
@@ -73,7 +67,7 @@ _HISTOGRAMS = {
 _NOTHING: dict[str, Any] = {"rounds": 0, "made": 0, "tree": None}  # new since a report
 _log = logging.getLogger(__name__)
 # Clients that sum lines by a part of their name would count the `_created` series too.
-disable_created_metrics()
+prometheus_client.disable_created_metrics()
 
 Watcher = Callable[[dict[str, Any]], None]
 
@@ -118,12 +112,10 @@ class Metrics:
     """
 
     def __init__(self, name: str) -> None:
-        self._registry = registry = CollectorRegistry()
+        self._registry = registry = prometheus_client.CollectorRegistry()
         self._vllm_labels = {"engine": "0", "model_name": "_".join(name.split())}
         self._counters = {
-            key: Counter(
-                key if key.startswith(_VLLM) else f"ddtree_{key}", text, labels.split(), registry=registry
-            )
+            key: Counter(key if ":" in key else f"ddtree_{key}", text, labels.split(), registry=registry)
             for key, (text, labels) in _COUNTERS.items()
         }
         self._histograms = {
@@ -153,7 +145,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format (`CONTENT_TYPE`)."""
-        return generate_latest(self._registry)
+        return prometheus_client.generate_latest(self._registry)
 
     def round(self, record: RoundRecord) -> None:
         """Count a round."""

@@ -27,7 +27,9 @@ _log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket at an address, not listening yet. Port 0 takes a free one.
+    """Return a socket that listens at an address. Port 0 takes a free one.
+
+    Connections wait until the server takes them. A restart need not wait for old ones to time out.
 
     Raises:
         ConfigError: the port is taken or not allowed, or the host is no address of this machine.
@@ -36,20 +38,21 @@ def bind(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port} is outside 0..65535")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError, OverflowError) as error:
         raise ConfigError(f"--host {host} is no address of this machine: try 127.0.0.1") from error
-    bound = socket.socket(family, kind, protocol)
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        # A restart need not wait for old connections to time out.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
-        bound.close()
-        raise _bind_error(host, port, error) from error
-    return bound
+        message = f"{host}:{port} cannot be listened on ({error.strerror}): choose another --host or --port"
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} of {host} is taken: stop what uses it, or choose another with --port"
+        elif error.errno == errno.EACCES:
+            message = f"port {port} may not be used: choose one above 1023 with --port"
+        raise ConfigError(message) from error
 
 
 def url(bound: socket.socket) -> str:
@@ -151,11 +154,6 @@ class HttpServer(uvicorn.Server):
         """Serve until a signal comes or `stop` is called, then end running answers."""
         try:
             self.run(sockets=[bound])
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            host, port = bound.getsockname()[:2]
-            raise _bind_error(host, port, error) from error
         finally:
             bound.close()
             self._worker.shutdown(0)
@@ -185,13 +183,3 @@ class HttpServer(uvicorn.Server):
         doing = "stopping at once" if self.should_exit else "finishing answers"
         _log.warning("%s: %s", signal.Signals(sig).name, doing)
         self.stop()
-
-
-def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        message = f"port {port} of {host} is taken: stop what uses it, or choose another with --port"
-    elif error.errno == errno.EACCES:
-        message = f"port {port} may not be used: choose one above 1023 with --port"
-    else:
-        message = f"{host}:{port} cannot be listened on ({error.strerror}): choose another --host or --port"
-    return ConfigError(message)
