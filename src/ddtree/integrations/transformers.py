@@ -195,7 +195,7 @@ class _Run:
         return torch.as_tensor(self.criteria(self.ids[row : row + 1, : self.width + at], scores)).any()
 
     def _over(self) -> bool:
-        """Every row has ended; without an end token, which would pad them, all run on to the last one's end."""
+        """Return whether every row has ended. Without an end token to pad with, all run to the last end."""
         length = self._length()
         if length is None:
             return False
