@@ -20,7 +20,6 @@ import torch
 from ddtree.drafters import Drafter, DraftRow, parts_of
 from ddtree.errors import CacheMemoryError, ConfigError, UnsupportedModelError
 from ddtree.model.protocol import TargetModel
-from ddtree.model.target import Target
 from ddtree.policy import cache
 from ddtree.policy.controller import Policy
 from ddtree.policy.latency import CUT_SHORT, LatencyTable, Sample
@@ -58,7 +57,7 @@ class TargetTimer:
         ConfigError: the target's context is too short.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetModel[Any]) -> None:
         self._target = target
         self._cache = target.new_cache()
         self._tokens = uneven_tokens(MAX_BUDGET + 1, target.vocab_size)
