@@ -34,8 +34,8 @@ from ddtree.engine.planner import Planner
 from ddtree.model.demo import demo_drafter
 from ddtree.model.pretrained import load_causal_lm
 from ddtree.model.target import Target
-from ddtree.policy import Policy, Request, memory
-from ddtree.policy.latency import LatencyModel, Sample
+from ddtree.policy import Policy, Request, cache
+from ddtree.policy.latency import LatencyTable, Sample
 from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
 from ddtree.train.data import Example
@@ -118,11 +118,11 @@ class Costs:
     def draft(self, names: Sequence[str]) -> float:
         return sum(self._draft[name] for name in names)
 
-    def model(self) -> LatencyModel:
+    def model(self) -> LatencyTable:
         """The policy's: this machine, well measured."""
         verify = [Sample(width, 1, 0.0, self.verify(width)) for width in self._widths]
         draft = {name: [Sample(17, 1, 0.0, seconds)] for name, seconds in self._draft.items()}
-        return LatencyModel.fit(verify, draft, machine={})
+        return LatencyTable(verify, draft, machine={})
 
 
 @dataclass
@@ -146,7 +146,9 @@ class Decoding:
     def __init__(self, cell: cells.Cell, target: Target, drafter: Drafter, costs: Costs) -> None:
         self.cell, self.target, self.drafter, self.costs = cell, target, drafter, costs
         self.planner = Planner(target, drafter, Clock())
-        known = memory.load(demo_drafter() / memory.FILE) if drafter.feature_layers else {}
+        known = (
+            cache.load_acceptance(demo_drafter() / cache.ACCEPTANCE_FILE) if drafter.feature_layers else {}
+        )
         self.planner.policy = Policy(costs.model(), known)
 
     def __call__(self, example: Example, params: SamplingParams) -> dict[str, Any]:

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from ddtree.policy import store
+from ddtree.policy import cache
 from ddtree.sampling import params
 from ddtree.storage import cache_folder
 
@@ -14,7 +14,7 @@ def measurements_stay_out_of_the_users_cache(tmp_path_factory):
     before, folder = os.environ.get("XDG_CACHE_HOME"), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            store,
+            cache,
             "cache_folder",
             lambda: folder if os.environ.get("XDG_CACHE_HOME") == before else cache_folder(),
         )

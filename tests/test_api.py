@@ -538,7 +538,7 @@ def test_plain_decoding_measures_nothing(monkeypatch):
     def never(*_, **__):
         raise AssertionError("measured")
 
-    monkeypatch.setattr(api.measure, "quick", never)
+    monkeypatch.setattr(api.calibration, "quick", never)
     model = ddtree.load(tiny.model(), "lookup")
     for choice in ({"method": "off"}, {"budget": 0}, {"method": "off", "budget": "auto"}):
         assert model.generate([3, 4, 5], max_tokens=3, **choice).stats.nodes == 0
@@ -551,7 +551,7 @@ def test_what_cannot_be_measured_is_served_all_the_same(monkeypatch, error):
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr(api.measure, "quick", fails)
+    monkeypatch.setattr(api.calibration, "quick", fails)
     model = ddtree.load(tiny.model(), "lookup")
     first = model.generate([3, 4, 5, 3, 4], max_tokens=8, seed=1)
     assert first.token_ids == model.generate([3, 4, 5, 3, 4], max_tokens=8, seed=1, method="off").token_ids

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ddtree.policy import Policy, Request
-from ddtree.policy.latency import LatencyModel, Sample
-from ddtree.tree import DraftTree, best_first
+from ddtree.policy.latency import LatencyTable, Sample
+from ddtree.tree import DraftTree, best_first, following, walk
 
 # Milliseconds by nodes: drafting, then verification at a context.
 A800_1K = (6.5, {1: 35.0, 128: 35.0, 256: 41.4, 512: 63.2, 1024: 106.8})  # CaDDTree, arXiv 2606.01813
@@ -59,23 +59,6 @@ def rounds(profile):
     return drawn
 
 
-def follow(tree, answer):
-    """The nodes of the answer's path, root first."""
-    children = {
-        (parent, token): place
-        for place, (parent, token) in enumerate(
-            zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True)
-        )
-        if place
-    }
-    path = [0]
-    for token in answer:
-        if (path[-1], token) not in children:
-            break
-        path.append(children[path[-1], token])
-    return path
-
-
 def seconds(curve, nodes):
     """Of a round that verifies so many nodes besides the root; drafting is spared with none."""
     draft, verify = ALL[curve]
@@ -94,14 +77,15 @@ def chosen(curve, profile, measured=None, warm_up=WARM_UP):
     """Expected tokens per second of the policy; it believes at first that passes cost as on the curve `measured`."""
     draft, verify = ALL[measured or curve]
     points = [Sample(nodes, 1, 0.0, ms / 1000) for nodes, ms in verify.items()]
-    model = LatencyModel.fit(points, {"drafter": [Sample(17, 1, 0.0, draft / 1000)]}, machine={})
+    model = LatencyTable(points, {"drafter": [Sample(17, 1, 0.0, draft / 1000)]}, machine={})
     policy, draft = Policy(model), ALL[curve][0]
     tokens = spent = 0.0
     for number, (tree, answer, expected) in enumerate(rounds(profile)):
         choice = policy.plan([REQUEST], [0])[0]
         tree = tree.truncate([choice.budget]) if choice.budget else DraftTree.root([0])
         tree = policy.cut(tree)
-        path, nodes = follow(tree, answer), tree.sizes[0] - 1
+        paths, _ = walk(tree, [[]], following([answer]))
+        path, nodes = paths[0], tree.sizes[0] - 1
         time = seconds(curve, nodes) + (draft / 1000 if choice.budget and not nodes else 0.0)
         parts = {
             "draft": draft / 1000 if choice.budget else 0.0,

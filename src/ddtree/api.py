@@ -20,15 +20,14 @@ from ddtree.engine.detokenizer import Detokenizer, bad_word_ids
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.engine.planner import unmeasured
 from ddtree.engine.sequence import Piece, Result
-from ddtree.errors import CacheMemoryError, CheckpointError, ConfigError, UnsupportedModelError
+from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.demo import demo_drafter
 from ddtree.model.kv_cache import out_of_memory
 from ddtree.model.pretrained import check_causal_lm, load_causal_lm
 from ddtree.model.target import Target
-from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
-from ddtree.policy.latency import LatencyModel
+from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
 from ddtree.prompts import Message, Prompt
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.validation import check_whole, did_you_mean
@@ -274,7 +273,8 @@ class Model:
         What "auto" has learnt of the drafter's acceptance is kept in the user's cache for the next time.
         """
         with self._lock:
-            self._remember()
+            if self.engine.policy is not None and not self._closed:
+                cache.remember(self.engine.policy, self.engine.target, self.engine.drafter)
             self._closed = True
             self._abandon(None)
             self.engine.close()
@@ -362,25 +362,13 @@ class Model:
     def _prepare(self) -> bool:
         engine = self.engine
         if engine.policy is None and engine.drafter is not None and self._measurable:
-            wanted = store.key(engine.target, engine.drafter)
-            try:
-                latency = store.obtain(wanted, self._measure) if engine.idle else store.load(wanted)
-            except (ConfigError, CacheMemoryError, torch.OutOfMemoryError):
-                # A short context, or little memory: requests that fit are served all the same.
-                self._measurable, latency = False, None
-            if latency is not None:
-                engine.policy = Policy(latency, memory.recall(wanted, self.drafter_folder))
+            idle = engine.idle
+            engine.policy = calibration.policy_of(
+                engine.target, engine.drafter, self.drafter_folder, idle=idle
+            )
+            # A short context, or little memory: requests that fit are served all the same.
+            self._measurable = engine.policy is not None or not idle
         return engine.policy is not None
-
-    def _measure(self) -> LatencyModel:
-        return measure.quick(self.engine.target, self.engine.drafter, rows=self.engine.max_rows)
-
-    def _remember(self) -> None:
-        if self.engine.policy is not None and not self._closed:
-            file = memory.cached(store.key(self.engine.target, self.engine.drafter))
-            # What cannot be written is learnt again.
-            with suppress(ConfigError):
-                memory.save(file, self.engine.policy.acceptance)
 
     def _abandon(self, error: BaseException | None) -> None:
         for sequence in self.engine.sequences:

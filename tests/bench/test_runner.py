@@ -16,7 +16,7 @@ from ddtree.drafters.ngram import Lookup
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.policy import Policy
-from ddtree.policy.measure import quick
+from ddtree.policy.calibration import quick
 from ddtree.sampling.sampler import SamplingParams
 
 NAMES = ["off", "chain", "tree:8", "auto"]

@@ -215,7 +215,7 @@ def test_version_and_help(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == f"ddtree {ddtree.__version__}\n"
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {name} " in text for name in COMMANDS)
+    assert all(re.search(rf"^    {name}\b", text, re.MULTILINE) for name in COMMANDS)
 
 
 @pytest.mark.parametrize(

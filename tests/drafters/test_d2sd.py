@@ -16,6 +16,7 @@ from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise, couple
 from ddtree.stats import Clock
+from drafting import scored, varied_network
 
 BLOCK = 6
 DEPTH = BLOCK - 1
@@ -26,18 +27,8 @@ def target():
     return Target(tiny.model("qwen3", tie_word_embeddings=False))
 
 
-def network(seed=0, block_size=BLOCK):
-    """A random network whose slots really differ."""
-    net = tiny.network(tiny.model(), block_size=block_size)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4 + (parameter.ndim == 1))
-    return net
-
-
 def backbone(target, seed=0, **options):
-    return Backbone(network(seed), target, **options)
+    return Backbone(varied_network(seed=seed), target, **options)
 
 
 def request(length, budget=20, depth=DEPTH, **changes):
@@ -121,10 +112,6 @@ def oracle(first, second, points, budget, depth):
     return dict(sorted(found.items(), key=lambda item: -item[1])[:budget])
 
 
-def scored(tree, index=0):
-    return dict(zip(wellformed.paths(tree, index)[1:], tree.row(index).logprobs[0, 1:].tolist(), strict=True))
-
-
 @pytest.mark.parametrize("length", [5, 12, 19])
 @pytest.mark.parametrize("branches", [1, 4])
 @pytest.mark.parametrize("own_second", [False, True])
@@ -134,8 +121,8 @@ def test_the_tree_is_the_best_under_the_pass_that_knows_most_of_each_path(
     row = request(length, budget=25)
     second = backbone(target, seed=1) if own_second else None
     tree = draft(D2SD(backbone(target), second, branches=branches), row)
-    again = network(1 if own_second else 0)
-    first = block(network(), target, row)
+    again = varied_network(seed=1 if own_second else 0)
+    first = block(varied_network(), target, row)
     points = points_of(first, branches, DEPTH)
     expected = oracle(first, lambda given: block(again, target, row, given), points, 25, DEPTH)
     assert scored(tree) == pytest.approx(expected, abs=1e-4)
@@ -146,13 +133,13 @@ def test_the_tree_is_the_best_under_the_pass_that_knows_most_of_each_path(
 def test_the_tree_of_chains_equals_its_branches_unmerged(target, length, branches):
     row = request(length, budget=1024)
     tree = draft(D2SD(backbone(target), branches=branches, trees=False), row)
-    first = block(network(), target, row)
+    first = block(varied_network(), target, row)
     greedy = first.argmax(-1).tolist()
     chains = {tuple(greedy)}
     points = points_of(first, branches, DEPTH, chain=True)
     assert len(points) == branches
     for point in points:
-        redrafted = block(network(), target, row, point).argmax(-1).tolist()
+        redrafted = block(varied_network(), target, row, point).argmax(-1).tolist()
         chains.add((*point, *redrafted[len(point) :]))
     paths = wellformed.paths(tree)
     leaves = {path for path in paths if not any(other[:-1] == path for other in paths)}
@@ -163,10 +150,10 @@ def test_the_tree_of_chains_equals_its_branches_unmerged(target, length, branche
 def test_chains_score_as_the_pass_that_drafted_them(target):
     row = request(12, budget=1024)
     tree = draft(D2SD(backbone(target), branches=2, trees=False), row)
-    first = block(network(), target, row)
+    first = block(varied_network(), target, row)
     expected = {}
     for point in [(), *points_of(first, 2, DEPTH, chain=True)]:
-        own = block(network(), target, row, point) if point else first
+        own = block(varied_network(), target, row, point) if point else first
         path, score = (), 0.0
         for depth in range(DEPTH):
             logprobs = first if depth < len(point) else own
@@ -193,11 +180,11 @@ def test_a_depth_of_one_is_the_first_pass_alone(target):
 
 
 def test_a_second_network_may_look_further_than_the_first(target):
-    row, deep = request(9, budget=60, depth=8), network(1, block_size=9)
+    row, deep = request(9, budget=60, depth=8), varied_network(9, seed=1)
     drafter = D2SD(backbone(target), Backbone(deep, target))
     assert drafter.max_depth == 8
     tree = draft(drafter, row)
-    first = block(network(), target, row)
+    first = block(varied_network(), target, row)
     beyond = torch.full((3, tiny.VOCAB), -math.inf)
     points = points_of(torch.cat((first, beyond)), 4, DEPTH + 1)
     expected = oracle(
@@ -211,10 +198,10 @@ def test_both_passes_are_drafted_under_the_noise(target):
     coupling = (0.9, 0.8)
     row = request(12, noise=Noise(5, tiny.VOCAB), temperature=0.6)
     tree = draft(D2SD(backbone(target), coupling=coupling), row)
-    first = block(network(), target, row, coupling=coupling)
+    first = block(varied_network(), target, row, coupling=coupling)
     points = points_of(first, 4, DEPTH)
     expected = oracle(
-        first, lambda given: block(network(), target, row, given, coupling), points, row.budget, DEPTH
+        first, lambda given: block(varied_network(), target, row, given, coupling), points, row.budget, DEPTH
     )
     assert scored(tree) == pytest.approx(expected, abs=1e-4)
     plain = draft(D2SD(backbone(target)), row)
@@ -230,7 +217,7 @@ def test_a_draft_vocabulary_is_translated_for_both_passes(target):
     outside[ids] = False
 
     def reduced(given=()):
-        logits = block(network(), target, row, given)
+        logits = block(varied_network(), target, row, given)
         return logits.masked_fill(outside, -math.inf).log_softmax(-1)
 
     expected = oracle(reduced(), reduced, points_of(reduced(), 4, DEPTH), row.budget, DEPTH)

@@ -24,21 +24,11 @@ from ddtree.sampling.noise import PLAIN
 from ddtree.sampling.sampler import Noise, SamplingParams
 from ddtree.stats import Clock
 from ddtree.train.batches import Batch, pack
+from drafting import varied_network
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BLOCK = 6
 PROMPT, ACCEPTED = 11, 3  # of the fixtures' two rounds
-
-
-def network(seed=0, **changes):
-    """A random network with slots that really differ, for the tiny models."""
-    plain = tiny.network(tiny.model(), block_size=BLOCK)
-    torch.manual_seed(seed)
-    net = DFlashNet(dataclasses.replace(plain.config, **changes)).eval()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4 + (parameter.ndim == 1))
-    return net
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +159,7 @@ def test_drafts_and_text_are_those_of_the_published_generation_loop():
 
 def test_slot_0_is_the_bonus_token_and_depth_1_is_read_from_slot_1(target):
     """hipfire#483: without the anchor in slot 0 the drafter accepts next to nothing."""
-    net = network()
+    net = varied_network()
     drafter, rows = started(net, target, [9])
     rows[0].chain = True
     expected = marginals(net, target, rows[0]).argmax(-1).tolist()
@@ -179,7 +169,7 @@ def test_slot_0_is_the_bonus_token_and_depth_1_is_read_from_slot_1(target):
 
 
 def test_drafters_that_sample_from_the_anchor_read_depth_1_from_slot_0(target):
-    net = network(sample_from_anchor=True)
+    net = varied_network(sample_from_anchor=True)
     drafter, rows = started(net, target, [9])
     rows[0].chain, rows[0].depth = True, BLOCK
     assert drafter.max_depth == BLOCK
@@ -188,7 +178,7 @@ def test_drafters_that_sample_from_the_anchor_read_depth_1_from_slot_0(target):
 
 
 def test_a_tree_holds_the_most_likely_prefixes_of_the_marginals(target):
-    net = network()
+    net = varied_network()
     drafter, rows = started(net, target, [9])
     logq = marginals(net, target, rows[0])
     tree = draft(drafter, rows)
@@ -211,7 +201,7 @@ def test_a_tree_holds_the_most_likely_prefixes_of_the_marginals(target):
 
 
 def test_the_whole_block_is_drafted_even_where_depth_is_limited(target):
-    net = network()
+    net = varied_network()
     drafter, rows = started(net, target, [9])
     whole = draft(drafter, [dataclasses.replace(rows[0], chain=True)])
     short = draft(drafter, [dataclasses.replace(rows[0], chain=True, depth=2)])
@@ -220,7 +210,7 @@ def test_the_whole_block_is_drafted_even_where_depth_is_limited(target):
 
 def test_text_is_the_same_up_to_the_end_of_the_context(target):
     near = Target(target.model, max_context=24)
-    engine = Engine(near, DFlash(Backbone(network(), near)))
+    engine = Engine(near, DFlash(Backbone(varied_network(), near)))
     sequence = engine.add(tiny.prompt(5), SamplingParams(temperature=0, max_tokens=100))
     while not engine.idle:
         engine.step()
@@ -236,7 +226,7 @@ def test_text_is_the_same_up_to_the_end_of_the_context(target):
 
 
 def test_a_batch_of_ragged_rows_drafts_what_its_rows_draft_alone(target):
-    for net in (network(), network(windows=(4, None), causal=(True, False))):
+    for net in (varied_network(), varied_network(windows=(4, None), causal=(True, False))):
         lengths = [3, 40, 1, 17]
         drafter, rows = started(net, target, lengths, chunk=7)
         together = draft(drafter, rows)
@@ -246,7 +236,7 @@ def test_a_batch_of_ragged_rows_drafts_what_its_rows_draft_alone(target):
 
 
 def test_a_budget_beyond_the_vocabulary_takes_every_token(target):
-    drafter, rows = started(network(), target, [9])
+    drafter, rows = started(varied_network(), target, [9])
     tree = draft(drafter, [dataclasses.replace(rows[0], budget=200, depth=1)])
     assert sorted(tree.tokens[0, 1:].tolist()) == list(range(tiny.VOCAB))
 
@@ -254,7 +244,7 @@ def test_a_budget_beyond_the_vocabulary_takes_every_token(target):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_targets_get_half_precision_drafters(dtype):
     half = Target(tiny.model("qwen3").to(dtype))
-    engine = Engine(half, DFlash(Backbone(network(), half)))
+    engine = Engine(half, DFlash(Backbone(varied_network(), half)))
     sequences = [engine.add(tiny.prompt(n), SamplingParams(temperature=0, max_tokens=12)) for n in (4, 9)]
     while not engine.idle:
         engine.step()
@@ -265,7 +255,7 @@ def test_half_precision_targets_get_half_precision_drafters(dtype):
 
 
 def test_a_reduced_vocabulary_proposes_its_own_tokens_only(target):
-    net, ids = network(), torch.tensor([40, 3, 17, 5, 9])
+    net, ids = varied_network(), torch.tensor([40, 3, 17, 5, 9])
     drafter, rows = started(net, target, [9], draft_ids=ids)
     drafter.trace = lambda row, logprobs: traced.append(logprobs.clone())
     traced = []
@@ -278,7 +268,7 @@ def test_a_reduced_vocabulary_proposes_its_own_tokens_only(target):
 
 
 def test_own_head_and_embeddings_of_a_checkpoint_are_used(target):
-    net, generator = network(), torch.Generator().manual_seed(5)
+    net, generator = varied_network(), torch.Generator().manual_seed(5)
     head = torch.randn(tiny.VOCAB, 32, generator=generator)
     embedding = torch.randn(tiny.VOCAB, 32, generator=generator)
     slot = torch.randn(32, generator=generator)
@@ -296,19 +286,19 @@ def test_own_head_and_embeddings_of_a_checkpoint_are_used(target):
 def test_slots_are_the_bare_rows_of_a_scaled_embedding():
     """Gemma multiplies its embedding; published drafters expect the bare rows, times a factor of their own."""
     gemma = Target(tiny.model("gemma3"))
-    net = network(input_embedding_scale=3.0)
+    net = varied_network(input_embedding_scale=3.0)
     token = torch.tensor([[5]])
     assert torch.equal(net.embed(gemma.embed.weight, token), gemma.embed.weight[token] * 3.0)
     assert not torch.allclose(gemma.embed(token), gemma.embed.weight[token])
 
 
 def test_factor_and_soft_cap_of_a_checkpoint_shape_the_marginals(target):
-    net = network(output_multiplier=0.5, final_logit_softcapping=2.0)
+    net = varied_network(output_multiplier=0.5, final_logit_softcapping=2.0)
     drafter, rows = started(net, target, [9])
     traced = []
     drafter.trace = lambda row, logprobs: traced.append(logprobs.clone())
     draft(drafter, rows)
-    plain = network()
+    plain = varied_network()
     raw = marginals(plain, target, rows[0])
     context = plain.context(features(9, 9)[None])
     with torch.no_grad():
@@ -325,7 +315,7 @@ def test_factor_and_soft_cap_of_a_checkpoint_shape_the_marginals(target):
 
 
 def test_coupled_rows_rank_the_whole_vocabulary_under_their_noise(target):
-    net, beta, kappa, temperature = network(), 3.0, 1.3, 1.5
+    net, beta, kappa, temperature = varied_network(), 3.0, 1.3, 1.5
     for ids in (None, torch.tensor([40, 3, 17, 5, 9, 22, 31])):
         drafter, _ = started(net, target, [9, 9], draft_ids=ids, coupling=(beta, kappa))
         noise = Noise(11, tiny.VOCAB)
@@ -342,17 +332,10 @@ def test_coupled_rows_rank_the_whole_vocabulary_under_their_noise(target):
         assert tree.tokens[0].tolist() != tree.tokens[1].tolist()
 
 
-def test_without_a_coupling_the_noise_is_not_looked_at(target):
-    net = network()
-    drafter, _ = started(net, target, [9])
-    noisy = draft(drafter, [request(9, noise=Noise(11, tiny.VOCAB), temperature=1.0)])
-    same_tree(noisy, draft(drafter, [request(9)]))
-
-
 @pytest.mark.parametrize("coupling", [(-0.1, 1.0), (0.5, 0.0), (float("nan"), 1.0)])
 def test_a_coupling_out_of_range_is_refused(target, coupling):
     with pytest.raises(ConfigError, match="must be finite and"):
-        DFlash(Backbone(network(), target), coupling=coupling)
+        DFlash(Backbone(varied_network(), target), coupling=coupling)
 
 
 # Training
@@ -361,7 +344,7 @@ def test_a_coupling_out_of_range_is_refused(target, coupling):
 @pytest.mark.parametrize("changes", [{}, {"windows": (4, None), "causal": (True, False)}])
 @torch.no_grad()
 def test_packed_blocks_give_what_each_block_gives_alone(changes):
-    net = network(**changes)
+    net = varied_network(**changes)
     anchors = torch.tensor([3, 4, 11])
     tokens, lengths = torch.tensor(tiny.prompt(20))[None], torch.tensor([20])
     batch = Batch(
@@ -380,7 +363,7 @@ def test_packed_blocks_give_what_each_block_gives_alone(changes):
 
 
 def test_gradients_reach_every_weight_in_mixed_precision():
-    net = network()
+    net = varied_network()
     with torch.autocast("cpu", torch.bfloat16):
         context = net.context(features(9, 1)[None])
         hidden = net(
@@ -397,7 +380,7 @@ def test_gradients_reach_every_weight_in_mixed_precision():
 def test_blocks_side_by_side_give_what_each_gives_alone(target):
     """Packed on one context, ragged rows and prefixes of different lengths included; windows and causal layers too."""
     for changes in ({}, {"windows": (4, None), "causal": (True, False)}):
-        net = network(**changes)
+        net = varied_network(**changes)
         drafter, rows = started(net, target, [9, 5, 14])
         known = torch.randint(0, tiny.VOCAB, (3, 4, 4), generator=torch.Generator().manual_seed(1))
         counts = torch.tensor([[1, 2, 3, 4], [2, 2, 1, 1], [4, 3, 2, 1]])

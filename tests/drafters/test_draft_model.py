@@ -15,6 +15,7 @@ from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.stats import Clock
+from drafting import scored
 
 SMALL = 6  # a vocabulary whose trees can be enumerated
 LLAMA = tiny.model("llama")
@@ -45,10 +46,6 @@ def draft(drafter, *rows):
     for _ in rows:
         drafter.drop_row(0)
     return tree
-
-
-def scored(tree, index=0):
-    return dict(zip(wellformed.paths(tree, index)[1:], tree.row(index).logprobs[0, 1:].tolist(), strict=True))
 
 
 def plain(model, tokens, path, temperature=1.0):

@@ -1,6 +1,5 @@
 """Drafters with heads: their trees against every path scored one by one, chains, rows, noise, and their edges."""
 
-import dataclasses
 import heapq
 import math
 
@@ -16,13 +15,13 @@ from ddtree.drafters.dflash.domino import Domino
 from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash
-from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise, couple
 from ddtree.sampling.params import SamplingParams
 from ddtree.stats import Clock
+from drafting import scored, varied_network
 
 BLOCK = 6
 DEPTH = BLOCK - 1
@@ -44,13 +43,7 @@ def target():
 
 def backbone_of(target, draft_ids=None, **changes):
     """A backbone of random weights, whose slots really differ."""
-    plain = tiny.network(tiny.model(), block_size=BLOCK)
-    torch.manual_seed(1)
-    net = DFlashNet(dataclasses.replace(plain.config, **changes)).eval()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4 + (parameter.ndim == 1))
-    return Backbone(net, target, draft_ids=draft_ids)
+    return Backbone(varied_network(BLOCK, seed=1, **changes), target, draft_ids=draft_ids)
 
 
 def head_of(kind, size=tiny.VOCAB, strength=1.0, **options):
@@ -91,12 +84,6 @@ def draft(drafter, *rows):
     if not getattr(drafter, "beta", 0.0):
         wellformed.check(tree, list(rows))
     return tree
-
-
-def scored(tree, index=0):
-    """{path of tokens: log-probability} of the nodes of a row, best first."""
-    paths = wellformed.paths(tree, index)[1:]
-    return dict(zip(paths, tree.row(index).logprobs[0, 1:].tolist(), strict=True))
 
 
 class Oracle:

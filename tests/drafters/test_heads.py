@@ -13,8 +13,9 @@ from ddtree.drafters.dflash.head_checkpoint import is_head, misfits, read_head, 
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash, create
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
+from drafting import GRU, HIDDEN, RANK, published_head
 
-H, V, R, GRU = 32, tiny.VOCAB, 6, 12
+H, V, R = HIDDEN, tiny.VOCAB, RANK
 KEPT = [3, 5, 7, 11, 13, 17, 40, 41]
 KINDS = ["markov", "treeflash", "domino"]
 
@@ -55,31 +56,6 @@ def head_of(form):
 # What a head computes
 
 
-def published(kind):
-    """Random tensors of a published head."""
-    torch.manual_seed(0)
-    return {
-        "markov": {
-            "markov_head.markov_w1.weight": torch.randn(V, R),
-            "markov_head.markov_w2.weight": torch.randn(len(KEPT), R),
-            "confidence_head.proj.weight": torch.randn(1, H + R),
-            "confidence_head.proj.bias": torch.randn(1),
-        },
-        "treeflash": {
-            "ar_approximation.norm.weight": torch.rand(H),
-            "ar_approximation.ug.weight": torch.randn(2 * 24, 2 * H),
-            "ar_approximation.ug.bias": torch.randn(2 * 24),
-            "ar_approximation.d.weight": torch.randn(H, 24),
-        },
-        "domino": {
-            "prefix_gru.weight_ih_l0": torch.randn(3 * GRU, H),
-            "prefix_gru.weight_hh_l0": torch.randn(3 * GRU, GRU),
-            "embed_proj.0.weight": torch.randn(R, H + GRU),
-            "embed_proj.2.weight": torch.randn(len(KEPT), R),
-        },
-    }[kind]
-
-
 def published_forward(kind, tensors, backbone, states, previous):
     """Logits by the formulas of the papers, from the published tensors; Domino's first depth is the backbone's."""
     base, embedded = backbone.logits(backbone.norm(states)), backbone.embed(previous)
@@ -113,7 +89,7 @@ SETTINGS = {"emb_dim": R, "gru_hidden_dim": GRU, "pure_draft_prefix_len": 1}
 @every_kind
 @torch.no_grad()
 def test_every_head_equals_the_published_forward(backbone, kind):
-    tensors, (states, previous) = published(kind), block()
+    tensors, (states, previous) = published_head(kind, len(KEPT)), block()
     others = {"fc.weight": torch.zeros(2, 2)}
     head = read_published(kind, {"dflash_config": SETTINGS}, {**tensors, **others})
     assert head.kind == kind
@@ -199,7 +175,7 @@ def test_the_small_markov_form_has_one_row_for_all_outside_tokens(backbone):
 
 @torch.no_grad()
 def test_confidence_reads_state_and_previous_token(backbone):
-    tensors, (states, previous) = published("markov"), block()
+    tensors, (states, previous) = published_head("markov", len(KEPT)), block()
     got = read_published("markov", {}, tensors).confidence(backbone, states, previous)
     joined = torch.cat([backbone.norm(states), tensors["markov_head.markov_w1.weight"][previous]], dim=-1)
     weight, bias = (tensors[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
@@ -209,7 +185,7 @@ def test_confidence_reads_state_and_previous_token(backbone):
 
 
 def test_a_confidence_head_that_knows_no_predecessor_is_left_out():
-    tensors = {**published("markov"), "confidence_head.proj.weight": torch.randn(1, H)}
+    tensors = {**published_head("markov", len(KEPT)), "confidence_head.proj.weight": torch.randn(1, H)}
     head = read_published("markov", {"confidence_head_with_markov": False}, tensors)
     assert head.confidence_proj is None
 
@@ -370,14 +346,16 @@ def test_a_head_of_another_backbone_is_told_what_differs():
 )
 @torch.no_grad()
 def test_older_names_of_dominos_tensors_are_read(backbone, rename):
-    tensors, (states, previous) = published("domino"), block()
+    tensors, (states, previous) = published_head("domino", len(KEPT)), block()
     head = read_published("domino", SETTINGS, {rename(name): t for name, t in tensors.items()})
     expected = published_forward("domino", tensors, backbone, states, previous)
     torch.testing.assert_close(head(backbone, states, previous), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_domino_config_that_names_no_pure_prefix_has_none():
-    assert read_published("domino", {"dflash_config": {}}, published("domino")).pure_prefix == 0
+    assert (
+        read_published("domino", {"dflash_config": {}}, published_head("domino", len(KEPT))).pure_prefix == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -412,6 +390,6 @@ def test_a_domino_config_that_names_no_pure_prefix_has_none():
     ],
 )
 def test_parts_of_a_published_head_that_do_not_fit_together_are_named(kind, changes, settings, message):
-    tensors = {name: t for name, t in {**published(kind), **changes}.items() if t is not None}
+    tensors = {name: t for name, t in {**published_head(kind, len(KEPT)), **changes}.items() if t is not None}
     with pytest.raises(CheckpointError, match=message):
         read_published(kind, {"dflash_config": settings}, tensors)

@@ -23,8 +23,9 @@ from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ddtree.model import demo
 from ddtree.model.target import Target
 from ddtree.stats import Clock
+from drafting import GRU, HIDDEN, RANK, published_head
 
-V, H, R = tiny.VOCAB, 32, 6
+V, H, R = tiny.VOCAB, HIDDEN, RANK
 
 
 @pytest.fixture
@@ -188,123 +189,84 @@ def published(folder, target, own, tensors, **top):
     return folder
 
 
-def markov_tensors(rank=R, hidden=H):
-    torch.manual_seed(0)
-    return {
-        "markov_head.markov_w1.weight": torch.randn(V, rank),
-        "markov_head.markov_w2.weight": torch.randn(V, rank),
-        "confidence_head.proj.weight": torch.randn(1, hidden + rank),
-        "confidence_head.proj.bias": torch.randn(1),
-    }
-
-
-def treeflash_tensors(inner=24):
-    torch.manual_seed(0)
-    return {
-        "ar_approximation.norm.weight": torch.rand(H),
-        "ar_approximation.ug.weight": torch.randn(2 * inner, 2 * H),
-        "ar_approximation.ug.bias": torch.randn(2 * inner),
-        "ar_approximation.d.weight": torch.randn(H, inner),
-    }
-
-
-def domino_tensors():
-    torch.manual_seed(0)
-    return {
-        "prefix_gru.weight_ih_l0": torch.randn(3 * 16, H),
-        "prefix_gru.weight_hh_l0": torch.randn(3 * 16, 16),
-        "embed_proj.0.weight": torch.randn(8, H + 16),
-        "embed_proj.2.weight": torch.randn(V, 8),
-    }
-
-
 TREEFLASH = {
     "architectures": ["TreeFlashDraftModel"],
     "treeflash_config": {"ar_approximation": "swiglu", "candidate_tokens": 64},
 }
 DSPARK = {"architectures": ["Qwen3DSparkModel"], "markov_rank": R, "markov_head_type": "vanilla"}
-
-
-DOMINO = {"projector_type": "domino", "emb_dim": 8, "gru_hidden_dim": 16, "pure_draft_prefix_len": 1}
+DOMINO = {"projector_type": "domino", "emb_dim": RANK, "gru_hidden_dim": GRU, "pure_draft_prefix_len": 1}
 
 
 @pytest.mark.parametrize(
-    ("own", "top", "tensors", "name", "depth"),
+    ("own", "top", "kind", "depth"),
     [
-        ({}, DSPARK, markov_tensors, "markov", 8),  # its anchor slot predicts
-        ({"markov_rank": R}, {}, markov_tensors, "markov", 7),
-        ({}, TREEFLASH, treeflash_tensors, "treeflash", 7),
-        (DOMINO, {}, domino_tensors, "domino", 7),
-        ({**DOMINO, "shift_label": True}, {}, domino_tensors, "domino", 8),
+        ({}, DSPARK, "markov", 8),  # its anchor slot predicts
+        ({"markov_rank": R}, {}, "markov", 7),
+        ({}, TREEFLASH, "treeflash", 7),
+        (DOMINO, {}, "domino", 7),
+        ({**DOMINO, "shift_label": True}, {}, "domino", 8),
     ],
 )
-def test_a_published_drafter_with_a_head_drafts_with_it(target, tmp_path, own, top, tensors, name, depth):
-    prefixed = {f"model.{tensor}": value for tensor, value in tensors().items()}
-    for place, form in (("a", tensors()), ("b", prefixed)):
-        drafter = loading.load_drafter(published(tmp_path / place, target, own, form, **top), target)
-        assert (drafter.name, drafter.head.kind, drafter.max_depth) == (name, name, depth)
-        expected = read_published(name, {**own, **top}, tensors()).state_dict()
+def test_a_published_drafter_drafts_with_its_head(target, tmp_path, own, top, kind, depth):
+    tensors = published_head(kind)
+    expected = read_published(kind, {**own, **top}, tensors).state_dict()
+    for prefix in ("", "model."):
+        named = {prefix + name: tensor for name, tensor in tensors.items()}
+        drafter = loading.load_drafter(
+            published(tmp_path / f"with {prefix}", target, own, named, **top), target
+        )
+        assert (drafter.name, drafter.head.kind, drafter.max_depth) == (kind, kind, depth)
         found = drafter.head.state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[part], expected[part]) for part in expected)
-
-
-def test_a_published_drafter_drafts(target, tmp_path):
-    drafter = loading.load_drafter(published(tmp_path, target, {}, treeflash_tensors(), **TREEFLASH), target)
     drafter.add_row()
     drafter.observe(0, tiny.prompt(5), torch.randn(5, 2 * H))
     tree = drafter.draft([DraftRow([*tiny.prompt(5), 9], budget=12, depth=7)], Clock())
     assert tree.sizes == [13]
 
 
+MARKOV_W2 = "markov_head.markov_w2.weight"
+RNN = {**DSPARK, "markov_head_type": "rnn"}
+LINEAR = {**TREEFLASH, "treeflash_config": {"ar_approximation": "linear"}}
+
+
 @pytest.mark.parametrize(
-    ("own", "top", "tensors", "message"),
+    ("own", "top", "kind", "changes", "message"),
     [
-        (
-            {},
-            {**DSPARK, "markov_head_type": "rnn"},
-            markov_tensors,
-            "markov_head_type='rnn' is not supported",
-        ),
-        (
-            {},
-            {**TREEFLASH, "treeflash_config": {"ar_approximation": "linear"}},
-            treeflash_tensors,
-            "ar_approximation='linear' is not supported",
-        ),
+        ({}, RNN, "markov", {}, "markov_head_type='rnn' is not supported"),
+        ({}, LINEAR, "treeflash", {}, "ar_approximation='linear' is not supported"),
+        ({}, DSPARK, "domino", {}, "this Markov head lacks markov_head.markov_w1.weight, " + MARKOV_W2),
+        ({}, TREEFLASH, "markov", {}, "this TreeFlash head lacks ar_approximation.norm.weight"),
+        ({}, DSPARK, "markov", {"markov_head.gate": torch.zeros(1)}, "unknown tensors markov_head.gate"),
         (
             {},
             DSPARK,
-            dict,
-            "this Markov head lacks markov_head.markov_w1.weight, markov_head.markov_w2.weight",
-        ),
-        ({}, TREEFLASH, dict, "this TreeFlash head lacks ar_approximation.norm.weight"),
-        (
-            {},
-            DSPARK,
-            lambda: {**markov_tensors(), "markov_head.gate_proj.weight": torch.zeros(1)},
-            "unknown tensors markov_head.gate_proj.weight",
-        ),
-        (
-            {},
-            DSPARK,
-            lambda: {**markov_tensors(), "markov_head.markov_w2.weight": torch.zeros(9, R)},
+            "markov",
+            {MARKOV_W2: torch.zeros(9, R)},
             "its markov head does not fit: size 9 is not the draft vocabulary's size 48",
         ),
-        ({}, DSPARK, lambda: markov_tensors(hidden=8), "confidence 8 is not the backbone's hidden size 32"),
-        ({"selector_rank": 4}, DSPARK, markov_tensors, "DFlash2 drafter"),
-        ({"projector_type": "mystery"}, {}, dict, "projector_type 'mystery' is unknown"),
+        (
+            {},
+            DSPARK,
+            "markov",
+            {"confidence_head.proj.weight": torch.zeros(1, 8 + R)},
+            "confidence 8 is not the backbone's hidden size 32",
+        ),
+        ({"selector_rank": 4}, DSPARK, "markov", {}, "DFlash2 drafter"),
+        ({"projector_type": "mystery"}, {}, "markov", {}, "projector_type 'mystery' is unknown"),
     ],
 )
-def test_forms_of_heads_that_are_not_known_are_refused_by_name(target, tmp_path, own, top, tensors, message):
-    folder = published(tmp_path, target, own, tensors(), **top)
+def test_forms_of_heads_that_are_not_known_are_refused_by_name(
+    target, tmp_path, own, top, kind, changes, message
+):
+    folder = published(tmp_path, target, own, {**published_head(kind), **changes}, **top)
     with pytest.raises(CheckpointError) as caught:
         loading.load_drafter(folder, target)
     assert message in str(caught.value)
 
 
 def test_without_asking_for_heads_a_successor_is_still_refused(target, tmp_path):
-    folder = published(tmp_path, target, {}, markov_tensors(), **DSPARK)
+    folder = published(tmp_path, target, {}, published_head("markov"), **DSPARK)
     with pytest.raises(CheckpointError, match="this is a DSpark drafter"):
         checkpoint.read(folder)
 

@@ -17,6 +17,7 @@ from ddtree.drafters.ngram import Lookup, TextIndex, backoff
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.stats import Clock
+from drafting import scored
 
 DEPTH, WEIGHT = 5, 0.75
 
@@ -62,10 +63,6 @@ def draft(drafter, *rows):
         drafter.drop_row(0)
     wellformed.check(tree, list(rows))
     return tree
-
-
-def scored(tree, index=0):
-    return dict(zip(wellformed.paths(tree, index)[1:], tree.row(index).logprobs[0, 1:].tolist(), strict=True))
 
 
 def conditional(tree):

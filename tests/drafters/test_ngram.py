@@ -10,6 +10,7 @@ from ddtree.drafters.ngram_builder import build_table
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
+from drafting import scored
 
 WEIGHT, WEIGHT_ALONE = 6.0, 2.0
 
@@ -32,10 +33,6 @@ def draft(drafter, *rows):
         drafter.drop_row(0)
     wellformed.check(tree, list(rows))
     return tree
-
-
-def scored(tree, index=0):
-    return dict(zip(wellformed.paths(tree, index)[1:], tree.row(index).logprobs[0, 1:].tolist(), strict=True))
 
 
 def table_of(tmp_path, sequences, **arguments):

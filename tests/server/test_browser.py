@@ -13,7 +13,7 @@ import ddtree
 import fakes
 import talker
 from ddtree.server.config import DraftSettings
-from ddtree.server.worker import EngineThread
+from ddtree.server.engine_thread import EngineThread
 
 playwright = pytest.importorskip("playwright.sync_api")
 LANES = ("on", "off")

@@ -18,8 +18,8 @@ import fakes
 import talker
 from ddtree.cli import main
 from ddtree.server.config import DraftSettings
+from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import TokenDelta
-from ddtree.server.worker import EngineThread
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
@@ -40,6 +40,13 @@ def endless(handle, index):
         time.sleep(0.01)
 
 
+def ready(address):
+    try:
+        return httpx.get(address + "/health/ready").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
 @contextmanager
 def program(folder, port=0):
     """`ddtree serve` of a tiny model: the process and its address, once it is ready."""
@@ -50,7 +57,7 @@ def program(folder, port=0):
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         try:
             address = re.match(r"ddtree: tiny at (http://127.0.0.1:\d+)/v1", process.stdout.readline())[1]
-            fakes.eventually(lambda: httpx.get(address + "/health/ready").status_code == 200, 60)
+            fakes.eventually(lambda: ready(address), 60)
             yield process, address
         finally:
             process.kill()
@@ -73,8 +80,9 @@ def test_the_program_answers_by_its_name_and_ends_well_at_a_signal(tmp_path):
 
 @pytest.mark.exhaustive
 def test_after_a_kill_the_next_one_serves_on_the_same_port(tmp_path):
-    with program(tmp_path) as (_, address), streamed(address, 900):
-        pass
+    with program(tmp_path) as (process, address), streamed(address, 900):
+        process.kill()
+        process.wait()
     with program(tmp_path, address.rpartition(":")[2]) as (_, again):
         assert again == address
 

@@ -6,8 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import talker
-from ddtree.policy import OFF, Choice
-from ddtree.policy.arms import Arm
+from ddtree.policy import OFF, Arm, Choice
 from ddtree.server.metrics import RoundBook
 from ddtree.server.tokens import TokenTexts
 from ddtree.stats import Stats

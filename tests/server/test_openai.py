@@ -10,7 +10,7 @@ import ddtree
 import fakes
 import talker
 from ddtree.server.config import ServerLimits
-from ddtree.server.worker import EngineThread
+from ddtree.server.engine_thread import EngineThread
 
 MESSAGES = [{"role": "user", "content": "To be, or not to be"}]
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 24}

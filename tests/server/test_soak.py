@@ -15,8 +15,8 @@ import pytest
 import ddtree
 import fakes
 import talker
+from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import BusyError
-from ddtree.server.worker import EngineThread
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -13,7 +13,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import tiny
-from ddtree.errors import ConfigError
+from ddtree.errors import CacheMemoryError, ConfigError
+from ddtree.model import kv_cache
 from ddtree.model.target import Target
 from ddtree.train import synthesize
 from ddtree.train.data import read_shard, shard_indices, shard_path
@@ -114,6 +115,27 @@ def test_conversations_beyond_the_context_are_refused(target, tmp_path):
         Synthesizer(target, TEMPLATE, tmp_path, replace(CONFIG, max_answer=500))
 
 
+def test_rows_that_do_not_fit_are_refused(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 10_000)
+    with pytest.raises(CacheMemoryError, match="8 conversations at once do not fit: lower --rows"):
+        Synthesizer(target, TEMPLATE, tmp_path, CONFIG).run()
+
+
+def test_an_answer_in_a_loop_is_cut_there(target, tmp_path, monkeypatch):
+    looping = []
+
+    def is_looping(tokens):
+        looping.append(len(tokens))
+        return len(tokens) == 16
+
+    monkeypatch.setattr(synthesize, "is_looping", is_looping)
+    config = replace(CONFIG, max_turn=12, tokens=1)  # messages end before the first check
+    Synthesizer(target, TEMPLATE, tmp_path, config).run()
+    [(_, conversations)] = shards(tmp_path)
+    assert set(looping) == {16}
+    assert max(len(c.answer) for c in conversations) == 16
+
+
 @pytest.mark.parametrize("change", [{"rows": 0}, {"greedy_share": 1.5}, {"turn_top_p": 0.0}])
 def test_settings_outside_their_range_are_refused(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
@@ -148,7 +170,7 @@ def talking():
     return Target(tiny.model(eos_token_id=EOS, initializer_range=0.15), wrapped)
 
 
-def test_given_turns_are_answered_in_waves_whatever_was_killed(talking, tmp_path):
+def test_given_messages_are_answered_whatever_was_killed(talking, tmp_path):
     turns = [" ".join(f"w{t}" for t in tiny.prompt(2 + n % 5, n) if t != EOS) for n in range(20)]
     config = replace(CONFIG, tokens=10**6)
     assert ChatTemplate.of(talking.tokenizer) == TEMPLATE

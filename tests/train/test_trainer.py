@@ -1,7 +1,8 @@
 """Fitting a drafter."""
 
-import time
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,14 +15,17 @@ from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
 from ddtree.stats import Clock
+from ddtree.train import config as config_module
 from ddtree.train.batches import Draws, block_states, collate
+from ddtree.train.config import Schedule, TrainConfig
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
 from ddtree.train.evaluate import replay
 from ddtree.train.features import Teacher
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
 from ddtree.train.jobs import DrafterJob
 from ddtree.train.loss import Objective, Vocabulary, head_loss
-from ddtree.train.trainer import Schedule, TrainConfig, Trainer, read_log
+from ddtree.train.trainer import Trainer
+from ddtree.train.training_log import read_log
 
 PREFIX = [1, 7]
 MASK = 47
@@ -261,31 +265,38 @@ def test_the_rate_warms_up_and_falls_to_nothing():
     assert rates[99] == pytest.approx(0.0, abs=1e-3)
 
 
-def test_a_fit_by_the_clock_ends_in_time_with_a_rate_of_nothing(target, corpus, net, tmp_path):
-    config = replace(CONFIG, minutes=2 / 60, evaluate_every=10_000)
+@pytest.fixture
+def seconds(monkeypatch):
+    """A clock that goes on by a hundredth of a second whenever it is read."""
+    ticks = count()
+    monkeypatch.setattr(config_module, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))
+
+
+def test_a_fit_by_the_clock_ends_in_time_with_a_rate_of_nothing(target, corpus, net, tmp_path, seconds):
+    config = replace(CONFIG, minutes=1 / 60, evaluate_every=10_000)
     seen = []
     fit = fitting(target, corpus, net, tmp_path, config)
     fit.run(seen.append)
-    assert 2 <= seen[-1].seconds < 4
+    assert 1 <= seen[-1].seconds < 1.1
     assert fit.step == seen[-1].step > 12
     rates = [line["rate"] for line in read_log(tmp_path / "log.jsonl")]
     assert rates[-1] < 0.1 * max(rates)
 
 
-def test_a_killed_fit_by_the_clock_goes_on_with_the_time_it_has_left(target, corpus, net, tmp_path):
-    config = replace(CONFIG, minutes=3 / 60, evaluate_every=4)
+def test_a_killed_fit_by_the_clock_goes_on_with_the_time_it_has_left(target, corpus, net, tmp_path, seconds):
+    config = replace(CONFIG, minutes=1 / 60, evaluate_every=4)
 
     def kill(progress):
-        if progress.seconds > 1:
+        if progress.seconds > 0.5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fitting(target, corpus, net, tmp_path, config).run(kill)
     seen = []
-    started = time.monotonic()
     fitting(target, corpus, net, tmp_path, config).run(seen.append)
     assert seen[0].step > 4
-    assert time.monotonic() - started < 2.9
+    assert 0.3 < seen[0].seconds < 0.6
+    assert 1 <= seen[-1].seconds < 1.1
 
 
 def test_the_drafter_starts_from_the_targets_last_layers(target, corpus, net):

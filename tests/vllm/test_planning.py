@@ -13,7 +13,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from ddtree import stats
 from ddtree.integrations.vllm import drafting, model_runner, timers
-from ddtree.policy import Policy, measure, stands, store
+from ddtree.policy import Policy, cache, calibration
 from scripted import Scripted
 
 
@@ -46,7 +46,7 @@ def priced(monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(model_runner.TreeRunner, "_model_forward", model_forward)
         monkeypatch.setattr(Scripted, "draft", drafts)
-        for module in (stats, measure, stands, drafting, model_runner, timers):
+        for module in (stats, calibration, drafting, model_runner, timers):
             monkeypatch.setattr(module, "time", clock)
         return clock
 
@@ -172,7 +172,7 @@ def test_another_release_or_way_to_compile_is_timed_anew(other, monkeypatch):
     def place(version, mode):
         monkeypatch.setattr(timers.vllm, "__version__", version)
         config = SimpleNamespace(compilation_config=SimpleNamespace(mode=mode))
-        return store.path({"target": "llama", "runtime": timers.runtime(config)})
+        return cache.latency_file({"target": "llama", "runtime": timers.runtime(config)})
 
     here = vllm.__version__, CompilationMode.NONE
     assert place(*here) == place(*here) != place(*other)

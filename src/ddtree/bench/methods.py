@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError, PromptError
-from ddtree.policy import AutoBudget, AutoMethod, Policy, measure, memory, store
+from ddtree.policy import AutoBudget, AutoMethod, Policy, cache, calibration
 from ddtree.policy.acceptance import Acceptance
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.stats import Clock
@@ -147,18 +147,6 @@ class Measurement:
         }
 
 
-class DecodingMethod(Protocol):
-    """Anything that answers a prompt and can be timed."""
-
-    name: str
-
-    def answer(self, prompt: list[int], params: SamplingParams) -> Measurement:
-        """Decode one prompt alone, and measure it."""
-
-    def learnt(self) -> list[dict[str, Any]]:
-        """Return lines for the raw figures: learnt latency and acceptance."""
-
-
 class EngineMethod:
     """A method of ddtree's engine. Plain decoding gathers no features and feeds no drafter.
 
@@ -192,23 +180,16 @@ class EngineMethod:
             raise sequence.error
         stats = sequence.stats
         self._contexts.append(len(prompt) + stats.output_tokens / 2)
-        return Measurement(
-            sequence.output,
-            stats.total,
-            stats.ttft,
-            stats.rounds,
-            stats.nodes,
-            dict(stats.accepted),
-            dict(stats.seconds),
-            dict(stats.arms) if self.spec.adaptive else {},
-        )
+        counts = stats.rounds, stats.nodes, dict(stats.accepted)
+        arms = dict(stats.arms) if self.spec.adaptive else {}
+        return Measurement(sequence.output, stats.total, stats.ttft, *counts, dict(stats.seconds), arms)
 
     def learnt(self) -> list[dict[str, Any]]:
         """Return the policy's state and its latency curve at the mean context of what was decoded."""
         if self.policy is None or not self._contexts:
             return []
         context = statistics.mean(self._contexts)
-        seconds = [round(self.policy.costs.verify(width - 1, 1, context), 7) for width in _WIDTHS]
+        seconds = [round(self.policy.latency.verify(width - 1, 1, context), 7) for width in _WIDTHS]
         return [
             {"kind": "policy", "cell": self.name, "state": self.policy.state()},
             {"kind": "latency", "cell": self.name, "context": context, "widths": _WIDTHS, "seconds": seconds},
@@ -316,6 +297,9 @@ class _FirstTokenTimer:
         """Do nothing: no token is held back."""
 
 
+DecodingMethod = EngineMethod | Baseline
+
+
 class ModelPair:
     """Target and drafter of a model, taken out of its engine: each method has an engine of its own.
 
@@ -358,12 +342,14 @@ class ModelPair:
         """Return the acceptance that earlier runs or the drafter's makers have learnt: each policy begins with it."""
         if self.drafter is None:
             return {}
-        return memory.recall(store.key(self.target, self.drafter), self._model.drafter_folder)
+        return cache.recall_acceptance(cache.key(self.target, self.drafter), self._model.drafter_folder)
 
     def _policy(self, spec: MethodSpec) -> Policy | None:
         """Return a policy for an adaptive method, as a user's first request has it."""
         if not spec.adaptive:
             return None
         drafter = drafter_of(spec, self.drafter)
-        latency = store.obtain(store.key(self.target, drafter), lambda: measure.quick(self.target, drafter))
+        latency = cache.obtain(
+            cache.key(self.target, drafter), lambda: calibration.quick(self.target, drafter)
+        )
         return Policy(latency, self.acceptance())

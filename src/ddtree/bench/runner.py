@@ -20,7 +20,7 @@ from ddtree.bench.near_ties import first_flip
 from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.results import ResultsFile, RunKey
 from ddtree.errors import ConfigError
-from ddtree.policy.machine import device_name
+from ddtree.policy.cache import device_name
 from ddtree.sampling.sampler import SamplingParams
 
 _WARM_UP_TOKENS = 32

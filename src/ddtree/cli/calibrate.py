@@ -11,7 +11,7 @@ from ddtree.errors import ConfigError
 
 if TYPE_CHECKING:
     from ddtree.bench.report import Table
-    from ddtree.policy.latency import LatencyModel
+    from ddtree.policy.latency import LatencyTable
 
 _ANSWER_TOKENS = 64
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and save; return 0. Raises the errors of `load`, and ConfigError for what cannot be measured."""
     from tqdm import tqdm
 
-    from ddtree.policy import Policy, measure, store
+    from ddtree.policy import Policy, cache, calibration
 
     if args.into and not (args.learn and Path(args.into).is_dir()):
         raise ConfigError(f"--into {args.into}: name a drafter's folder, and add --learn")
@@ -62,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
         bar.update(done - bar.n)
 
     try:
-        measured = measure.calibrate(
+        measured = calibration.thorough(
             target,
             drafter,
             rows=args.rows,
-            contexts=args.contexts or measure.CONTEXTS,
+            contexts=args.contexts or calibration.CONTEXTS,
             widths=args.widths,
             turns=args.turns,
             progress=progress,
@@ -75,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
         if bar is not None:
             bar.close()
     print(report(measured))
-    key = store.key(target, drafter)
+    key = cache.key(target, drafter)
     if args.out:
-        store.write(Path(args.out), {"key": key, "model": measured.as_dict()})
+        cache.write(Path(args.out), {"key": key, "model": measured.as_dict()})
         print(f"\nwritten to {args.out}")
-    print(f"\nsaved for this pair, device, dtype and number of threads: {store.save(key, measured)}")
+    print(f"\nsaved for this pair, device, dtype and number of threads: {cache.save(key, measured)}")
     if prompts:
         _learn(model, Policy(measured), prompts, args.into)
     return 0
@@ -109,13 +109,13 @@ def _learn(model: Any, policy: Any, prompts: list[list[int]], into: str | None) 
     """Answer prompts with each arm, greedily and at temperature 1, and keep the acceptance seen until the end."""
     from tqdm import tqdm
 
-    from ddtree.policy import memory, store
-    from ddtree.policy.arms import OFF, arms_for
+    from ddtree.policy import OFF, Request, cache
+    from ddtree.policy.controller import arms_of
     from ddtree.sampling.sampler import SamplingParams
 
     engine = model.engine
     engine.policy = policy
-    arms = [arm for arm in arms_for("auto", engine.members) if arm != OFF]
+    arms = [arm for arm in arms_of(Request("auto", "auto", engine.members)) if arm != OFF]
     answers = [(ids, temperature, arm) for ids in prompts for temperature in (0.0, 1.0) for arm in arms]
     try:
         for ids, temperature, arm in tqdm(answers, "learning", unit="answer"):
@@ -124,48 +124,36 @@ def _learn(model: Any, policy: Any, prompts: list[list[int]], into: str | None) 
             while not engine.idle:
                 engine.step()
     finally:
-        wanted = store.key(model.target, engine.drafter)
-        for file in (memory.cached(wanted), *([Path(into) / memory.FILE] if into else [])):
-            memory.save(file, policy.acceptance)
+        wanted = cache.key(model.target, engine.drafter)
+        for file in (cache.acceptance_file(wanted), *([Path(into) / cache.ACCEPTANCE_FILE] if into else [])):
+            cache.save_acceptance(file, policy.acceptance)
             print(f"acceptance kept in {file}")
 
 
-def report(model: LatencyModel) -> str:
-    """Return the machine, a table for each number of rows, and the error on points held out of the fit."""
-    from ddtree.policy.heldout import held_out
-
-    machine = ", ".join(f"{name} {value}" for name, value in model.machine.items())
+def report(table: LatencyTable) -> str:
+    """Return the machine and a table of the measurements for each number of rows."""
+    machine = ", ".join(f"{name} {value}" for name, value in table.machine.items())
     parts = [f"measured on: {machine}"]
-    parts += [_table(model, rows).text() for rows in sorted({point.rows for point in model.points})]
+    parts += [_table(table, rows).text() for rows in sorted({point.rows for point in table.points})]
     parts.append(
-        "Verification and drafting in milliseconds, as fitted; drafting is by all drafters, at the first context. The "
-        "ceiling is that of a round in which every node is accepted, or a path of 16."
+        "Verification and drafting in milliseconds; drafting is by all drafters, at the first context. The ceiling is "
+        "that of a round in which every node is accepted, or a path of 16."
     )
-    held = held_out(model.points)
-    if held is None:
-        parts.append("Too few node counts and contexts to hold some out of the fit and predict them.")
-    else:
-        widths = ", ".join(map(str, held.widths)) or "none"
-        contexts = ", ".join(f"{context:g}" for context in held.contexts) or "none"
-        parts.append(
-            f"Fitted without node counts {widths} and without contexts {contexts}, {len(held.errors)} points in all, "
-            f"it predicts them with a median error of {held.median:.1%} (largest {held.worst:.1%})."
-        )
     return "\n\n".join(parts)
 
 
-def _table(model: LatencyModel, rows: int) -> Table:
+def _table(model: LatencyTable, rows: int) -> Table:
     """Return the times of one number of rows, by nodes and context."""
     from ddtree.bench.report import Table
     from ddtree.tree import MAX_DEPTH
 
     points = [point for point in model.points if point.rows == rows]
     contexts = sorted({point.context for point in points})
-    drafters = [name for name in model.draft_points if "+" not in name]
+    drafters = list(model.draft_points)
     lines = []
     for width in sorted({point.width for point in points}):
-        verify = [model.verify(width, rows, context) for context in contexts]
-        draft = model.draft(drafters, width, rows, contexts[0]) if width > 1 else 0.0
+        verify = [model.verify(width - 1, rows, context) for context in contexts]
+        draft = model.draft(drafters, width - 1, rows, contexts[0]) if width > 1 else 0.0
         ceiling = rows * min(width, MAX_DEPTH + 1) / (verify[0] + draft + model.overhead())
         lines.append(
             [str(width), *(f"{1000 * seconds:.1f}" for seconds in [*verify, draft]), f"{ceiling:.0f}"]

@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"ddtree serve needs {error.name}: pip install 'ddtree[serve]'") from error
     from ddtree.server.app import create_app
     from ddtree.server.config import DraftSettings
+    from ddtree.server.engine_thread import EngineThread
     from ddtree.server.run import HttpServer, bind, url
-    from ddtree.server.worker import EngineThread
 
     logging.basicConfig(level=logging.WARNING, format="ddtree: %(levelname)s: %(message)s")
     drafting = DraftSettings(method=args.method, depth=args.depth, budget=args.budget)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import CacheMemoryError
+from ddtree.model.protocol import TargetModel
 
 _FIRST_TOKENS = 256
 
@@ -369,7 +370,7 @@ class Holding:
         self.cache.shrink_to(width, columns, self.token * width * columns + slack)
 
 
-def token_bytes(target: Any) -> int:
+def token_bytes(target: TargetModel[KVCache]) -> int:
     """Return the memory of the keys and values of a token. The target is run once, over one token."""
     probe = target.new_cache(1)
     for _ in target.prefill(probe, probe.add_row(), [0]):

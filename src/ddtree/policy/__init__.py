@@ -1,7 +1,16 @@
-"""How much to draft: latency model, budget choice, calibrated acceptance, auto-A/B. Knows no method and no model."""
+"""How much to draft: measured latency, calibrated acceptance, and the choice of drafters and of the number of nodes."""
 
-from ddtree.policy.arms import OFF, UNMEASURED_BUDGET, Arm, AutoBudget, AutoMethod
-from ddtree.policy.policy import Choice, Policy, Proposals, Request
+from ddtree.policy.controller import (
+    OFF,
+    UNMEASURED_BUDGET,
+    Arm,
+    AutoBudget,
+    AutoMethod,
+    Choice,
+    Policy,
+    Proposals,
+    Request,
+)
 
 __all__ = [
     "OFF",

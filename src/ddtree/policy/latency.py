@@ -1,228 +1,277 @@
-"""What a round costs on one machine: predicted from measurements, kept current by the rounds themselves."""
+"""Seconds of the parts of a round on one machine: a table that is measured once and that rounds keep up to date."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import astuple, dataclass
+from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.errors import ConfigError
-from ddtree.policy import curve
-from ddtree.policy.curve import Curve, Sample, Term, amount, medians
-from ddtree.policy.drift import Drift
+from ddtree.tree import MAX_BUDGET
 
-__all__ = ["LatencyModel", "Part", "Sample"]
+Array = NDArray[np.float64]
 
-Part = Literal["verify", "draft", "overhead"]
-FORMAT = 1
+FORMAT = 2
 CUT_SHORT = "cut_short"
-"""Key of `LatencyModel.machine`: points were left out for want of time, so that it serves for once only."""
-_OVERHEAD = 0.03
-"""Walk, commit and bookkeeping, as a share of verifying the root alone, until rounds have told."""
+"""Key of `LatencyTable.machine`: points were left out for want of time, so the table is not kept for the next run."""
+
+# Rounds of a rolling median. Half: bursts of three rounds are followed; double: a slower machine is noticed in ten
+# rounds and not in five.
+WINDOW = 9
+# Tokens of context over which one interpolated curve serves: half, twice the curves; double, a coarser context.
+CONTEXT_STEP = 64
+# Share of a plain pass that the rest of a round takes until the first round has shown it; then it counts for nothing.
+OVERHEAD = 0.03
 
 
 @dataclass(frozen=True)
-class _Fit:
-    verify: Curve
-    single: dict[int, float]
-    draft: dict[str, Curve]
-
-
-class LatencyModel:
-    """Seconds of a round's parts on one machine.
-
-    Verification is a `Curve` of the nodes for trees of two nodes a row and more. The root alone may be run by other
-    kernels: it costs a share of that curve, measured for each number of rows, and never more than two nodes do.
+class Sample:
+    """One measurement.
 
     Attributes:
-        machine: what was measured, readable: device, cores, threads, library versions, dtype, date.
-        points: the medians that verification was fitted to.
-        draft_points: those of drafting, by the drafter's name.
+        width: nodes a row, root included, e.g. 17; trees of a batch are padded to the widest.
+        rows: rows of the batch.
+        context: mean committed tokens a row.
+        seconds: the time it took.
+    """
+
+    width: int
+    rows: int
+    context: float
+    seconds: float
+
+
+def medians(samples: Iterable[Sample]) -> list[Sample]:
+    """Return one sample for each (rows, width, context), with the median of its seconds, in this order.
+
+    Raises:
+        ConfigError: a sample is impossible.
+    """
+    found: defaultdict[tuple[int, int, float], list[float]] = defaultdict(list)
+    for sample in samples:
+        if not (sample.width >= 1 and sample.rows >= 1 and 0 <= sample.context < math.inf):
+            raise ConfigError(f"{sample} is no measurement: width and rows start at 1, context at 0")
+        if not 0 < sample.seconds < math.inf:
+            raise ConfigError(f"{sample} is no measurement: its seconds must be a positive number")
+        found[sample.rows, sample.width, sample.context].append(sample.seconds)
+    return [
+        Sample(width, rows, context, median(seconds))
+        for (rows, width, context), seconds in sorted(found.items())
+    ]
+
+
+class LatencyTable:
+    """Predicts the seconds of verifying, of drafting, and of what else a round does.
+
+    Measured points are interpolated. Verification is then corrected by what rounds took: one factor for the pace of
+    the whole machine, and one for each cell (batch size and tree width, both in powers of two) relative to it. Cells
+    that no round has used lie between their neighbours, so a first measurement on a busy machine is repaired too.
+
+    Args:
+        verify: measurements of verification, at least one.
+        draft: measurements of drafting and tree building by the drafter's name; the width is the budget + 1.
+        machine: a readable description of what was measured: device, threads, versions, dtype, date.
+
+    Attributes:
+        machine: as given.
+        points: the medians of verification.
+        draft_points: the medians of drafting, by name.
+
+    Raises:
+        ConfigError: there is no measurement of verification, or an impossible one.
     """
 
     def __init__(
-        self,
-        fitted: _Fit,
-        machine: dict[str, Any],
-        points: Sequence[Sample] = (),
-        draft_points: Mapping[str, Sequence[Sample]] | None = None,
+        self, verify: Iterable[Sample], draft: Mapping[str, Iterable[Sample]], *, machine: Mapping[str, Any]
     ) -> None:
-        self.machine = machine
-        self.points = tuple(points)
-        self.draft_points = {name: tuple(own) for name, own in (draft_points or {}).items()}
-        self._fit = fitted
-        # Drafting is followed for each set of drafters: what one takes says nothing of another.
-        self._drift: dict[tuple[str, frozenset[str]], Drift] = {}
-        self._overhead = _OVERHEAD * float(self._undrifted(1, 1, 0.0)[0])
+        self.machine = dict(machine)
+        self.points = medians(verify)
+        self.draft_points = {name: medians(own) for name, own in draft.items()}
+        if not (self.points and all(self.draft_points.values())):
+            raise ConfigError("a list of measurements is empty: run ddtree calibrate")
+        average = bool(machine.get(CUT_SHORT))
+        self._verify = _Curves(self.points, average)
+        self._draft = {name: _Curves(own, average) for name, own in self.draft_points.items()}
+        self._measured: dict[tuple[int, int], Array] = {}
+        self._pace = _Rolling()
+        self._cells: defaultdict[int, defaultdict[int, _Rolling]] = defaultdict(lambda: defaultdict(_Rolling))
+        self._last: tuple[_Rolling, float] | None = None
+        self._draft_pace: dict[tuple[frozenset[str], bool], _Rolling] = {}
+        self._overhead = _Rolling()
 
-    @staticmethod
-    def fit(
-        verify: Iterable[Sample], draft: Mapping[str, Iterable[Sample]], *, machine: dict[str, Any]
-    ) -> LatencyModel:
-        """Fit measurements, of which repeated ones count by their median.
+    def verify(self, nodes: int, rows: int = 1, context: float = 0.0) -> float:
+        """Return the seconds of verifying `nodes` nodes a row besides the root."""
+        return float(self.verify_up_to(nodes, rows, context)[nodes])
 
-        Args:
-            verify: of verification.
-            draft: of drafting and building the tree, by the drafter's name; the width is the budget + 1. A name
-                "a+b" stands for the drafters a and b merged, in place of the sum of the two.
-            machine: what was measured.
+    def verify_up_to(self, nodes: int, rows: int = 1, context: float = 0.0) -> Array:
+        """Return the seconds [nodes + 1] of verifying 0..`nodes` nodes a row besides the root; they never fall."""
+        seconds = self._interpolated(rows, context)[: nodes + 1]
+        if cells := self._cells.get(batch_class(rows)):
+            sizes = sorted(cells)
+            corrections = [cells[size].shrunk() for size in sizes]
+            seconds = seconds * np.exp(np.interp(_SIZES[: nodes + 1], sizes, corrections))
+            seconds = np.maximum.accumulate(seconds)
+        return seconds * math.exp(self._pace.value())
 
-        Raises:
-            ConfigError: there is no measurement of verification, or an impossible one.
-        """
-        points = medians(verify)
-        draft_points = {name: medians(own) for name, own in draft.items()}
-        trees = [point for point in points if point.width > 1] or points
-        shape = curve.fit(trees)
-        if machine.get(CUT_SHORT):
-            shape = _cautious(shape, trees)
-        single = {}
-        for rows in sorted({point.rows for point in points}):
-            shares = [p.seconds / shape.seconds(_floor(1, rows), p.rows, p.context) for p in points
-                      if p.width == 1 and p.rows == rows]  # fmt: skip
-            if shares:
-                single[rows] = min(1.0, float(np.median(shares)))
-        drafts = {name: curve.fit(own) for name, own in draft_points.items() if own}
-        return LatencyModel(_Fit(shape, single, drafts), dict(machine), points, draft_points)
-
-    def verify(self, width: int, rows: int = 1, context: float = 0.0) -> float:
-        """Seconds of verifying trees of `width` nodes a row, root included, at a mean context."""
-        widths = np.array([width])
-        return float(self._undrifted(widths, rows, context)[0] * self.factor("verify"))
-
-    def curve(self, widths: int, rows: int = 1, context: float = 0.0) -> NDArray[np.float64]:
-        """Seconds [widths] of verifying trees of 1, 2, ..., `widths` nodes a row."""
-        return self._undrifted(np.arange(1, widths + 1), rows, context) * self.factor("verify")
-
-    def draft(self, names: Sequence[str], width: int, rows: int = 1, context: float = 0.0) -> float:
-        """Seconds of drafting with the named drafters for trees of `width` nodes a row.
+    def draft(
+        self, names: Sequence[str], nodes: int, rows: int = 1, context: float = 0.0, sampled: bool = False
+    ) -> float:
+        """Return the seconds of drafting `nodes` nodes a row by the named drafters and building the tree.
 
         Raises:
             ConfigError: a drafter was not measured.
         """
-        whole = frozenset(names)
-        parts = next(([own] for own in self._fit.draft if frozenset(own.split("+")) == whole), list(names))
-        total = 0.0
-        for name in parts:
-            if name not in self._fit.draft:
-                raise ConfigError(f"drafting with {name!r} was not measured: run ddtree calibrate with it")
-            total += float(self._fit.draft[name].seconds(width, rows, context))
-        return total * self.factor("draft", names)
-
-    def covers(self, names: Iterable[str]) -> bool:
-        """Whether drafting with each of the named drafters was measured."""
-        return all(name in self._fit.draft for name in names)
+        if missing := [name for name in names if name not in self._draft]:
+            raise ConfigError(f"drafting with {missing[0]!r} was not measured: run ddtree calibrate with it")
+        widths = np.array([nodes + 1.0])
+        total = sum(float(self._draft[name].seconds(widths, rows, context)[0]) for name in names)
+        return total * math.exp(self._draft_pace.get((frozenset(names), sampled), self._pace).value())
 
     def overhead(self) -> float:
-        """Seconds of a round outside drafting and verification."""
-        return self._overhead * self.factor("overhead")
+        """Return the seconds of a round outside drafting and verification."""
+        return self._overhead.value() or OVERHEAD * self.verify(0)
 
-    def factor(self, part: Part, names: Iterable[str] = ()) -> float:
-        """How much slower a part is now than when it was measured; drafting with the named drafters."""
-        drift = self._drift.get((part, frozenset(names)))
-        if drift is not None:
-            return drift.factor
-        # What was not observed yet is taken to be as slow as the machine.
-        return 1.0 if part == "verify" else self.factor("verify")
+    def round_up_to(
+        self, names: Sequence[str], nodes: int, rows: int = 1, context: float = 0.0, sampled: bool = False
+    ) -> Array:
+        """Return the seconds [nodes + 1] of rounds that verify 0..`nodes` nodes a row, drafted by `names` (or none)."""
+        draft = self.draft(names, nodes, rows, context, sampled) if names else 0.0
+        return self.verify_up_to(nodes, rows, context) + draft + self.overhead()
 
-    @property
-    def drift(self) -> dict[str, float]:
-        """The factors of all parts that were observed, by the part's name and the drafters'."""
-        return {
-            " ".join([part, *sorted(names)]): drift.factor for (part, names), drift in self._drift.items()
-        }
+    def observe_verify(self, nodes: int, rows: int, context: float, seconds: float) -> None:
+        """Learn that verifying `nodes` nodes a row besides the root took so long; impossible times are ignored."""
+        if 0 < seconds < math.inf:
+            ratio = math.log(seconds / float(self._interpolated(rows, context)[nodes]))
+            cell = self._cells[batch_class(rows)][round(math.log2(nodes + 1))]
+            # Neighbouring rounds ran at about the same pace, so a difference of their ratios is owed to their cells.
+            before, self._last = self._last, (cell, ratio)
+            if before is not None and before[0] is not cell:
+                other, difference = before[0], ratio - before[1]
+                own, others = difference + other.shrunk(), cell.shrunk() - difference
+                cell.add(own)
+                other.add(others)
+            self._pace.add(ratio - cell.shrunk())
 
-    def observe(self, part: Part, predicted: float, measured: float, names: Iterable[str] = ()) -> None:
-        """A round's part took `measured` seconds where this model, as it stands, predicted `predicted`.
+    def observe_draft(
+        self, names: Sequence[str], nodes: int, rows: int, context: float, sampled: bool, seconds: float
+    ) -> None:
+        """Learn that the named drafters took so long; impossible times are ignored."""
+        if 0 < seconds < math.inf:
+            predicted = self.draft(names, nodes, rows, context, sampled)
+            key = frozenset(names), sampled
+            ratio = math.log(seconds / predicted) + self._draft_pace.get(key, self._pace).value()
+            self._draft_pace.setdefault(key, _Rolling()).add(ratio)
 
-        For drafting, `names` are the drafters that drafted.
-        """
-        self._drift.setdefault((part, frozenset(names)), Drift()).observe(predicted, measured)
+    def observe_overhead(self, seconds: float) -> None:
+        """Learn that the rest of a round took so long; impossible times are ignored."""
+        if 0 < seconds < math.inf:
+            self._overhead.add(seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fit as plain JSON values; what rounds have told since is not kept."""
+        """Return the measurements as plain JSON values; corrections by rounds are not kept."""
         return {
             "format": FORMAT,
             "machine": self.machine,
-            "verify": self._fit.verify.as_dict(),
-            "root_alone": {str(rows): share for rows, share in self._fit.single.items()},
-            "draft": {name: own.as_dict() for name, own in self._fit.draft.items()},
-            "measured": {
-                "verify": [vars(point).copy() for point in self.points],
-                "draft": {n: [vars(point).copy() for point in own] for n, own in self.draft_points.items()},
-            },
+            "columns": ["width", "rows", "context", "seconds"],
+            "verify": [astuple(point) for point in self.points],
+            "draft": {name: [astuple(point) for point in own] for name, own in self.draft_points.items()},
         }
 
     @staticmethod
-    def from_dict(values: Any) -> LatencyModel:
-        """The model that `as_dict` gave. Raises ConfigError naming what is wrong."""
-        if not isinstance(values, Mapping):
-            raise ConfigError("the latency model is no JSON object: run ddtree calibrate")
-        if values.get("format") != FORMAT:
-            raise ConfigError(
-                f"the latency model has format {values.get('format')!r}, not {FORMAT}: run ddtree calibrate"
-            )
+    def from_dict(values: Any) -> LatencyTable:
+        """Return the table that `as_dict` gave. Raises ConfigError where it is another format or damaged."""
         try:
-            single = _mapping(values, "root_alone")
-            shares = {int(rows): amount(single, rows) for rows in single}
-            drafts = {name: Curve.from_dict(own) for name, own in _mapping(values, "draft").items()}
-            measured = _mapping(values, "measured")
-            points = _points(measured.get("verify"))
-            draft_points = {name: _points(own) for name, own in _mapping(measured, "draft").items()}
-            fitted = _Fit(Curve.from_dict(values.get("verify")), shares, drafts)
-            if not (fitted.verify.seconds(1, 1, 1.0) > 0 and all(share > 0 for share in shares.values())):
-                raise ConfigError("the latency model has passes that take no time: run ddtree calibrate")
-            return LatencyModel(fitted, dict(_mapping(values, "machine")), points, draft_points)
-        except (ValueError, OverflowError) as error:
-            raise ConfigError(f"the latency model is damaged ({error}): run ddtree calibrate") from error
+            if values["format"] != FORMAT:
+                raise ValueError(f"format {values['format']}, not {FORMAT}")
+            verify = [Sample(*row) for row in values["verify"]]
+            draft = {name: [Sample(*row) for row in own] for name, own in values["draft"].items()}
+            return LatencyTable(verify, draft, machine=values["machine"])
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ConfigError(f"the latency table is damaged ({error}): run ddtree calibrate") from error
 
-    def _undrifted(self, widths: Any, rows: int, context: float) -> NDArray[np.float64]:
-        tokens = np.atleast_1d(np.asarray(widths, dtype=np.float64))
-        seconds = self._fit.verify.seconds(np.maximum(tokens, _floor(1, rows)), rows, context)
-        alone = tokens == 1
-        if alone.any():
-            least = np.minimum(seconds, self._fit.verify.seconds(2, rows, context))
-            seconds = np.where(alone, least * self._share(rows), seconds)
-        return seconds
-
-    def _share(self, rows: int) -> float:
-        """Cost of the root alone as a share of the curve's at as many tokens."""
-        # Several rows run the kernels of a tree of as many nodes, unless measured otherwise.
-        known = {2: 1.0, **self._fit.single}
-        places = sorted(known)
-        return float(np.interp(rows, places, [known[place] for place in places]))
+    def _interpolated(self, rows: int, context: float) -> Array:
+        """Return the measured seconds [MAX_BUDGET + 1] of verification, at a context rounded to 64 tokens."""
+        key = rows, int(context) // CONTEXT_STEP
+        if key not in self._measured:
+            widths = np.arange(1.0, MAX_BUDGET + 2)
+            self._measured[key] = self._verify.seconds(widths, rows, (key[1] + 0.5) * CONTEXT_STEP)
+        return self._measured[key]
 
 
-def _cautious(shape: Curve, points: Sequence[Sample]) -> Curve:
-    """The curve, with nodes beyond the most that were measured no cheaper than these were on average.
+def batch_class(rows: int) -> int:
+    """Return the next power of two: batches of 1, 2, 3-4, 5-8, ... rows are told apart."""
+    return 1 << (rows - 1).bit_length()
 
-    A few points taken on a busy machine may lie on a flat line, by which a thousand nodes would be free.
+
+class _Curves:
+    """Measured seconds by batch size: linear between widths and in the context, and beyond the widest.
+
+    A batch size that was not measured costs what the nearest one does for as many tokens. Beyond the widest tree, a
+    node costs what the last ones did, or `average` of all where few were measured.
     """
-    last = max(points, key=lambda point: point.rows * point.width)
-    tokens = last.rows * last.width
-    average = float(shape.seconds(last.width, last.rows, last.context)) / tokens
-    return Curve(shape.constant, (*shape.terms, Term("tokens", tokens, average)))
+
+    def __init__(self, points: Sequence[Sample], average: bool) -> None:
+        self._by_rows = {
+            rows: _curve([p for p in points if p.rows == rows]) for rows in {p.rows for p in points}
+        }
+        self._average = average
+
+    def seconds(self, widths: Array, rows: int, context: float) -> Array:
+        """Return the seconds for each width (root included), in their shape."""
+        nearest = min(self._by_rows, key=lambda known: (abs(math.log(known / rows)), known))
+        known, at_zero, slopes = self._by_rows[nearest]
+        seconds, widths = at_zero + slopes * context, widths * rows / nearest
+        slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]) if len(known) > 1 else 0.0
+        if self._average:
+            slope = max(slope, seconds[-1] / known[-1])
+        return np.interp(widths, known, seconds) + slope * np.maximum(0.0, widths - known[-1])
 
 
-def _floor(width: int, rows: int) -> float:
-    """The least width at which the curve of trees is read: two tokens in all."""
-    return max(width, 2 / rows)
+def _curve(points: Sequence[Sample]) -> tuple[Array, Array, Array]:
+    """Return widths, seconds without context, and seconds by token of context; both never fall with the width."""
+    by_width: defaultdict[int, list[Sample]] = defaultdict(list)
+    for point in points:
+        by_width[point.width].append(point)
+    widths = np.array(sorted(by_width), dtype=np.float64)
+    # Widths that were measured at one context alone take their slope from their neighbours.
+    lines = {
+        width: np.polyfit([p.context for p in own], [p.seconds for p in own], 1)
+        for width, own in by_width.items()
+        if len(own) > 1
+    }
+    sloped = sorted(lines)
+    slopes = np.zeros(len(widths))
+    if sloped:
+        slopes = np.interp(widths, sloped, np.maximum.accumulate([max(0.0, lines[w][0]) for w in sloped]))
+    seconds = np.array([np.mean([point.seconds for point in by_width[int(width)]]) for width in widths])
+    contexts = np.array([np.mean([point.context for point in by_width[int(width)]]) for width in widths])
+    # Noise may make the context look dearer than the whole: a tenth of the pass is left for the rest.
+    return widths, np.maximum.accumulate(np.maximum(seconds - slopes * contexts, seconds / 10)), slopes
 
 
-def _mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = values.get(name)
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} is missing")
-    return found
+class _Rolling:
+    """A rolling median of the last `WINDOW` values: half of them must agree, so single bursts are ignored."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=WINDOW)
+
+    def add(self, value: float) -> None:
+        """Take in a value; the oldest one goes."""
+        self._values.append(value)
+
+    def value(self) -> float:
+        """Return the median; 0 without values."""
+        return median(self._values) if self._values else 0.0
+
+    def shrunk(self) -> float:
+        """Return the median, drawn to 0 while it rests on less than half a window."""
+        return self.value() * min(1.0, 2 * len(self._values) / WINDOW)
 
 
-def _points(values: Any) -> list[Sample]:
-    if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values):
-        raise ConfigError("the list of measurements is missing")
-    return [
-        Sample(int(amount(v, "width")), int(amount(v, "rows")), amount(v, "context"), amount(v, "seconds"))
-        for v in values
-    ]
+_SIZES = np.log2(np.arange(1, MAX_BUDGET + 2))

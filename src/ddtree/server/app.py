@@ -15,19 +15,20 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 import ddtree
 from ddtree import prompts
 from ddtree.errors import DDTreeError
 from ddtree.server import http, openai, schemas
 from ddtree.server.config import HttpSettings
+from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import DeltaQueue
 from ddtree.server.http import ApiError, invalid_value, json_response
 from ddtree.server.metrics import CONTENT_TYPE
 from ddtree.server.security import AuthMiddleware, BodyLimit
 from ddtree.server.state import AppState
 from ddtree.server.tokens import encode_chat
-from ddtree.server.worker import EngineThread
 
 STATE_EVERY = 1.0
 """Seconds between two states in the stream of events."""
@@ -56,6 +57,15 @@ router = APIRouter()
 
 class DashboardFiles(StaticFiles):
     """Serves the dashboard's files, with headers that forbid scripts and requests of other hosts."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """Return the response for a file. Raises HTTPException for a name that is not there."""
+        try:
+            return await super().get_response(path, scope)
+        except HTTPException as error:
+            if error.status_code == 404:
+                raise HTTPException(404, f"the dashboard has no file {path!r}") from error
+            raise
 
     def file_response(self, *args: Any, **options: Any) -> Response:
         """Return a file, or 304 for a browser that has it."""
@@ -90,33 +100,29 @@ def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> Fa
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.add_exception_handler(RequestValidationError, _answer_invalid)
-    app.add_exception_handler(HTTPException, _answer_refused)
-    app.add_exception_handler(DDTreeError, _answer_failed)
-    app.add_exception_handler(Exception, _answer_failed)
+    for kind in (RequestValidationError, HTTPException, DDTreeError, Exception):
+        app.add_exception_handler(kind, _answer_error)
     return app
 
 
-async def _answer_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return http.validation_error(error).response()
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        known = http.validation_error(error)
+    elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        known = _routing_error(request.url.path, error)
+    else:
+        schema = _SCHEMAS.get(request.url.path)
+        known = http.api_error(error, schema.model_fields if schema else None)
+    return known.response()
 
 
-async def _answer_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _routing_error(path: str, error: HTTPException) -> ApiError:
+    """Return an error of FastAPI's own in OpenAI's form."""
     if error.detail == "There was an error parsing the body":
-        error = ApiError(400, "the body is no JSON: its encoding or its depth is wrong", code="invalid_json")
-    elif error.status_code == 404 and error.detail == "Not Found":
-        message = f"there is nothing at {request.url.path}: the API is under /v1"
-        error = ApiError(404, message, code="not_found")
-    elif not isinstance(error, ApiError):
-        error = ApiError(error.status_code, str(error.detail), headers=error.headers)
-    return error.response()
-
-
-async def _answer_failed(request: Request, error: Exception) -> Response:
-    schema = _SCHEMAS.get(request.url.path)
-    return http.api_error(error, schema.model_fields if schema else None).response()
+        return ApiError(400, "the body is no JSON: its encoding or its depth is wrong", code="invalid_json")
+    if error.status_code == 404 and error.detail == "Not Found":
+        return ApiError(404, f"there is nothing at {path}: the API is under /v1", code="not_found")
+    return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 
 @router.get("/v1/models")

@@ -14,8 +14,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from ddtree.errors import ConfigError
+from ddtree.server.engine_thread import EngineThread
 from ddtree.server.security import LimitedConnection
-from ddtree.server.worker import EngineThread
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LINGER = 5.0  # seconds beyond the grace in which clients may read what was answered

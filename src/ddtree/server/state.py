@@ -11,9 +11,9 @@ from typing import TypeVar
 from starlette.requests import HTTPConnection
 
 from ddtree.server.config import HttpSettings
+from ddtree.server.engine_thread import EngineThread
 from ddtree.server.http import ApiError
 from ddtree.server.schemas import sampling_defaults
-from ddtree.server.worker import EngineThread
 
 T = TypeVar("T")
 

@@ -18,6 +18,15 @@ from torch import Tensor, nn
 from ddtree.errors import ConfigError
 
 _LONG = timedelta(days=30)  # the others wait while the main process fits the coupling or stores features
+# All that the launcher's environment could say otherwise.
+_FSDP: dict[str, Any] = {
+    "fsdp_version": 2,
+    "auto_wrap_policy": "transformer_based_wrap",
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "cpu_ram_efficient_loading": False,
+    "activation_checkpointing": False,
+}
 
 
 class Group:
@@ -57,7 +66,7 @@ class Group:
 
         plugin = None
         if fsdp:
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+            plugin = FullyShardedDataParallelPlugin(**_FSDP)
         handlers = [InitProcessGroupKwargs(timeout=_LONG)]
         cpu = device.type == "cpu"
         return cls(Accelerator(cpu=cpu, mixed_precision="no", fsdp_plugin=plugin, kwargs_handlers=handlers))

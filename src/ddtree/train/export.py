@@ -16,9 +16,9 @@ import torch
 
 from ddtree.drafters.dflash.heads import KINDS
 from ddtree.errors import CheckpointError, ConfigError
-from ddtree.policy.machine import device_name
+from ddtree.policy.cache import device_name
 from ddtree.storage import atomic_write
-from ddtree.train.trainer import LOG, read_log
+from ddtree.train.training_log import LOG, read_log
 
 DRAFTER = "dflash"
 FIT = "fit"

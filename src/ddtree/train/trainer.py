@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,18 +26,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ddtree.errors import CheckpointError, ConfigError
-from ddtree.progress import ProgressLine
 from ddtree.storage import atomic_write
 from ddtree.train.batches import Batch, Batches, Draws
+from ddtree.train.config import Schedule, TrainConfig
 from ddtree.train.data import Corpus
 from ddtree.train.distributed import Group, gradients
-from ddtree.train.loss import LOSSES, Objective, Sums
-from ddtree.train.options import option
+from ddtree.train.loss import Sums
+from ddtree.train.training_log import LOG, HeldOutScore, TrainLog, TrainProgress
 
-STATE, LOG = "fit.pt", "log.jsonl"
+STATE = "fit.pt"
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
-_WARMUP = 0.04
 _GPU_STEPS_BETWEEN_READS = 20  # each read of the loss waits for the GPU
 _LOG_EVERY = 20
 _GPU_MULTIPLE = 32
@@ -73,89 +71,6 @@ class Job(Protocol):
 
     def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
         """Return sums with the cross-entropy, of the modules and perhaps of more; it needs no gradients."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Settings of a training run. Each field's help describes it.
-
-    Raises:
-        ConfigError: a setting is out of range.
-    """
-
-    steps: int = option(2000, "optimizer steps (default: %(default)s)")
-    minutes: float | None = option(None, "length of the fit by the clock, in place of a number of steps")
-    conversations: int = option(2, "of a pass (default: 2 on a CPU, 64 on other devices)", default=None)
-    accumulate: int = option(1, "passes of a step (default: %(default)s)")
-    anchors: int = option(64, "per conversation (default: %(default)s)")
-    learning_rate: float = option(1e-3, "default: %(default)s")
-    weight_decay: float = option(0.05, "default: %(default)s")
-    loss: str = option("ce", "what is minimized (default: %(default)s)", choices=LOSSES)
-    gamma: float = option(3.0, "decay of the slots' weights (default: %(default)s)")
-    soft: float = option(0.5, "share of the target's distribution in the labels (default: %(default)s)")
-    prefix_share: float = option(
-        0.0,
-        "share of the blocks that begin with known tokens, for D2SD's second pass (default: %(default)s)",
-    )
-    prefix_decay: float = option(
-        0.8, "ratio of the chances of successive prefix lengths (default: %(default)s)"
-    )
-    ema: float = option(0.0, "decay of the weights' average; 0 for none (default)")
-    evaluate_every: int = option(
-        200, "steps between evaluations on held-out answers, each a checkpoint (default: %(default)s)"
-    )
-    look_at: int = option(256, "conversations of an evaluation (default: %(default)s)")
-    patience: int = option(3, "evaluations without gain; 0 never stops (default: 3)")
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "conversations", "accumulate", "anchors", "evaluate_every", "look_at"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate={self.learning_rate} must be positive")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ConfigError(f"minutes={self.minutes} must be positive")
-        if not (0 <= self.prefix_share <= 1 and self.prefix_decay > 0 and 0 <= self.ema < 1):
-            raise ConfigError(
-                "prefix_share must be within 0..1, prefix_decay positive, and ema at least 0 and below 1"
-            )
-        _ = self.objective
-
-    @property
-    def objective(self) -> Objective:
-        """The loss with its settings."""
-        return Objective(self.loss, self.gamma, self.soft)
-
-
-@dataclass(frozen=True)
-class HeldOutScore:
-    """Result of an evaluation on held-out answers.
-
-    Attributes:
-        loss: mean weighted cross-entropy.
-        tau: tokens per round of a chain started at every anchor, as in 1.6.
-    """
-
-    loss: float
-    tau: float
-
-
-@dataclass(frozen=True)
-class TrainProgress:
-    """State of a run after some step.
-
-    Attributes:
-        step: steps done.
-        seconds: time used so far, that of earlier runs included.
-        loss: mean training objective since the last report, by module.
-        held_out: the evaluation made after this step, by module; None if there was none.
-    """
-
-    step: int
-    seconds: float
-    loss: dict[str, float]
-    held_out: dict[str, HeldOutScore] | None
 
 
 class Trainer:
@@ -455,94 +370,3 @@ class MovingAverage:
             own = weight.detach().clone()
             weight.detach().copy_(mean)
             mean.copy_(own)
-
-
-class Schedule:
-    """Learning rate and end of a run, by steps, or by time when the config has minutes."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self._steps = config.steps
-        self._limit = None if config.minutes is None else 60 * config.minutes
-        self._highest = config.learning_rate
-        self._before = 0.0
-        self._started = time.monotonic()
-
-    def start(self, before: float) -> None:
-        """Begin to count, with the seconds that earlier parts of the run have used."""
-        self._before, self._started = before, time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Time used so far."""
-        return self._before + time.monotonic() - self._started
-
-    def learning_rate(self, step: int) -> float:
-        """Return the rate of a step, 0 being the first: a linear warm-up over 4 % of the run, then a cosine to zero."""
-        done = (step + 0.5) / self._steps if self._limit is None else self.seconds / self._limit
-        if done < _WARMUP:
-            return self._highest * done / _WARMUP
-        return self._highest * (0.5 + 0.5 * math.cos(math.pi * min(1.0, (done - _WARMUP) / (1 - _WARMUP))))
-
-    def over(self, step: int) -> bool:
-        """Return whether the run ends when `step` steps are done."""
-        return step >= self._steps if self._limit is None else self.seconds >= self._limit
-
-
-class TrainLog:
-    """Appends to a file of JSON lines. Lines of steps after `step`, which a killed run has lost, are removed first."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self._path = path
-        kept = [line for line in read_log(path) if line["step"] <= step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-
-    def add(self, progress: TrainProgress, rate: float) -> None:
-        """Append a line: with one module "loss", "held_out" and "tau", with several "loss.NAME" and so on."""
-        line = {"step": progress.step, "seconds": round(progress.seconds, 2), "rate": rate}
-        single = len(progress.loss) == 1
-        for name, loss in progress.loss.items():
-            line["loss" if single else f"loss.{name}"] = loss
-        for name, score in (progress.held_out or {}).items():
-            suffix = "" if single and name in progress.loss else f".{name}"
-            line |= {f"held_out{suffix}": score.loss, f"tau{suffix}": score.tau}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a log: none if there is no file, and not the last one if a kill cut it short."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
-
-
-def train(trainer: Trainer, label: str, config: TrainConfig, group: Group) -> dict[str, HeldOutScore]:
-    """Run a trainer with a progress line in the main process; return the best scores."""
-    by_clock = config.minutes is not None
-    total, unit = (round(60 * (config.minutes or 0)), "s") if by_clock else (config.steps, "steps")
-    line = ProgressLine(label, total, unit)
-    scores: dict[str, HeldOutScore] = {}
-
-    def report(progress: TrainProgress) -> None:
-        nonlocal scores
-        scores = progress.held_out or scores
-        parts = [f"step {progress.step:,}"] if by_clock else []
-        parts.append("loss " + _listed(progress.loss))
-        if scores:
-            parts.append("held out " + _listed({name: score.loss for name, score in scores.items()}))
-            parts.append("chain " + _listed({name: score.tau for name, score in scores.items()}))
-        line.update(min(round(progress.seconds), total) if by_clock else progress.step, ", ".join(parts))
-
-    best = trainer.run(report if group.main else None)
-    line.close()
-    return best
-
-
-def _listed(values: dict[str, float]) -> str:
-    if len(values) == 1:
-        return f"{next(iter(values.values())):.3f}"
-    return " ".join(f"{name} {value:.3f}" for name, value in values.items())

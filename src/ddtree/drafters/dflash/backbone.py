@@ -138,7 +138,9 @@ class Backbone:
                 slots[:, :, 1:] = self._mask_embedding
             else:
                 slots = torch.where(masked[..., None], self._mask_embedding, slots)
-        positions = self._positions(0, rows, size).repeat(1, blocks)
+        positions = self._positions(0, rows, size)
+        if blocks > 1:
+            positions = positions.repeat(1, blocks)
         # The blocks' columns are never committed: the next ones overwrite them.
         width = self._cache.open(0, rows, blocks * size)
         columns, mask = self._visible(positions, blocks, width)

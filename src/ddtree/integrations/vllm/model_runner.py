@@ -32,8 +32,8 @@ from ddtree.integrations.vllm.request_state import (
 )
 from ddtree.integrations.vllm.settings import DRAFTING_FAILED, KEY, WORKER, PluginSettings
 from ddtree.integrations.vllm.timers import EngineTimer, runtime
-from ddtree.policy import Policy, measure, memory, store
-from ddtree.policy.latency import LatencyModel
+from ddtree.policy import Policy, cache, calibration
+from ddtree.policy.latency import LatencyTable
 from ddtree.stats import Clock
 
 # A child of vLLM's loggers, which alone are shown.
@@ -136,27 +136,25 @@ class TreeRunner(CPUModelRunner):
         drafting = self.settings.drafting
         if drafting.method == "off" or "auto" not in (drafting.method, drafting.budget):
             return
-        key = {**store.key(self.target, self._drafter_rows.drafter), "runtime": runtime(self.vllm_config)}
+        key = {**cache.key(self.target, self._drafter_rows.drafter), "runtime": runtime(self.vllm_config)}
         # Short contexts, or little memory: budgets are fixed ones then.
         with suppress(ConfigError):
-            latency = store.obtain(key, self._measure)
-            learnt = memory.recall(key, folder_of(self.settings.drafter))
+            latency = cache.obtain(key, self._measure)
+            learnt = cache.recall_acceptance(key, folder_of(self.settings.drafter))
             self._planner.policy = Policy(latency, learnt)
-            self._acceptance_file = memory.cached(key)
+            self._acceptance_file = cache.acceptance_file(key)
         self._scheduler.reset_counters()
 
-    def _measure(self) -> LatencyModel:
-        drafter, rows = self._drafter_rows.drafter, min(self.max_num_reqs, 4)
-        width = len(drafter.feature_layers) * self.target.hidden_size
-        widest = min(self.settings.nodes + 1, self.max_num_tokens // rows)
-        with closing(EngineTimer(self, _LONGEST, rows, width)) as timer:
-            return measure.quick_on(timer, drafter, self.target, rows=rows, widest=widest)
+    def _measure(self) -> LatencyTable:
+        with closing(EngineTimer(self, _LONGEST)) as timer:
+            widest = min(self.settings.nodes + 1, self.max_num_tokens)
+            return calibration.quick_on(timer, self._drafter_rows.drafter, self.target, widest=widest)
 
     def save_acceptance(self) -> None:
         """Save what was learnt of the drafter's acceptance for the next start, where it can be written."""
         if self._acceptance_file is not None and self._planner.policy is not None:
             with suppress(ConfigError):
-                memory.save(self._acceptance_file, self._planner.policy.acceptance)
+                cache.save_acceptance(self._acceptance_file, self._planner.policy.acceptance)
 
     def counters(self) -> dict[str, Any]:
         """Return the counters as plain JSON values."""

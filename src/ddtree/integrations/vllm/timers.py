@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from ddtree.errors import ConfigError
 from ddtree.integrations.vllm.settings import KEY
-from ddtree.policy.stands import Text, binary_tree, uneven_tokens
+from ddtree.policy.calibration import binary_tree, uneven_tokens
 
 _SPARE = 64
 """Tokens that a request may grow by while it is timed."""
@@ -29,36 +29,31 @@ class EngineTimer:
     Args:
         runner: the engine's `TreeRunner`.
         longest: most committed tokens of a request that will be wanted, e.g. 512; cut to what fits.
-        rows: most requests at once, e.g. 4.
-        features: width of the features that the drafter reads of a token, or 0.
 
     Attributes:
-        text: to draft after; its length is the longest context that `occupy` can give.
+        longest: the longest context that `setup` can give to one request.
 
     Raises:
         ConfigError: there is no room for requests to time.
     """
 
-    def __init__(self, runner: Any, longest: int, rows: int, features: int) -> None:
+    def __init__(self, runner: Any, longest: int) -> None:
         self._runner = runner
         self._block_size: int = runner.cache_config.block_size
         self._spare: int = runner.settings.nodes + _SPARE + 1
         # The first block is the engine's own.
-        each = (runner.kv_cache_config.num_blocks - 1) // rows * self._block_size
-        longest = min(longest, min(each, runner.max_model_len) - self._spare)
-        if longest < 2:
+        room = (runner.kv_cache_config.num_blocks - 1) * self._block_size
+        self.longest = min(longest, min(room, runner.max_model_len) - self._spare)
+        if self.longest < 2:
             raise ConfigError("there is no room to time steps: give more memory for keys and values")
-        tokens = uneven_tokens(longest, runner.target.vocab_size)
-        self.text = Text(
-            tokens, torch.randn(longest, features, dtype=runner.target.dtype) if features else None
-        )
+        self._tokens = uneven_tokens(max(self.longest, self._spare), runner.target.vocab_size)
         self._params = SamplingParams(
             temperature=0.0, max_tokens=2**20, ignore_eos=True, extra_args={KEY: {"method": "off"}}
         )
         self._names: list[str] = []
         self._context = 0
 
-    def occupy(self, rows: int, context: int) -> None:
+    def setup(self, rows: int, context: int) -> None:
         """Hold that many requests of `context` committed tokens."""
         self.close()
         self._context = context
@@ -68,7 +63,7 @@ class EngineTimer:
         output.scheduled_new_reqs = [
             NewRequestData(
                 req_id=f"ddtree-timing-{row}",
-                prompt_token_ids=self.text.part(0, context)[0],
+                prompt_token_ids=self._tokens[:context],
                 mm_features=[],
                 sampling_params=self._params,
                 pooling_params=None,
@@ -85,10 +80,10 @@ class EngineTimer:
         """Return the seconds of a step that verifies a binary tree of `width` nodes for each request."""
         states = [self._runner.states[name] for name in self._names]
         if max(len(state.tokens) for state in states) - self._context > _SPARE - width.bit_length():
-            self.occupy(len(self._names), self._context)
+            self.setup(len(self._names), self._context)
             return self.verify(width)
         for state in states:
-            state.drafted = binary_tree(width, 1, [state.tokens[-1], *self.text.tokens], torch.device("cpu"))
+            state.drafted = binary_tree(width, 1, [state.tokens[-1], *self._tokens], torch.device("cpu"))
         lengths = [len(state.tokens) for state in states]
         output = SchedulerOutput.make_empty()
         output.scheduled_cached_reqs = CachedRequestData(

@@ -14,8 +14,8 @@ import talker
 from ddtree.errors import CacheMemoryError, ConfigError, PromptError
 from ddtree.sampling.params import SamplingParams
 from ddtree.server.config import DraftSettings, ServerLimits
+from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import BusyError, ClosingError, EngineError, GenerationRequest, TimeoutReached
-from ddtree.server.worker import EngineThread
 
 PATIENCE = 60
 

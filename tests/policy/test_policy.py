@@ -15,7 +15,7 @@ from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.policy import OFF, Arm, Choice, Policy, Request
-from ddtree.policy.latency import LatencyModel, Sample
+from ddtree.policy.latency import LatencyTable, Sample
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.tree import DraftTree
 from scripted import Scripted
@@ -33,7 +33,7 @@ def latency(per_node=0.0001, root=0.02, draft=0.002, names=("scripted", "lookup"
         for c in (0.0, 512.0)
     ]
     drafts = {name: [Sample(w, 1, 0.0, drafts_of.get(name, draft)) for w in (2, 33)] for name in names}
-    return LatencyModel.fit(points, drafts, machine={})
+    return LatencyTable(points, drafts, machine={})
 
 
 class Turning(Policy):
@@ -42,7 +42,7 @@ class Turning(Policy):
     def __init__(self):
         super().__init__(latency())
         self.arms = cycle(
-            [Arm("tree", ("scripted", "lookup")), Arm("chain", ("lookup",)), OFF, Arm("tree", ("scripted",))]
+            [Arm("tree", ("scripted", "lookup")), Arm("tree", ("lookup",)), OFF, Arm("tree", ("scripted",))]
         )
 
     def plan(self, requests, contexts, fresh=()):
@@ -208,10 +208,12 @@ def test_answers_too_short_to_draft_for_do_not_speak_against_the_drafter(model, 
         run(engine)
     (group,) = engine.policy.state()["groups"]
     assert group["arms"]["tree@scripted"]["tokens_per_second"] is None
-    assert "draft" not in " ".join(engine.policy.latency.drift)
+    assert engine.policy.latency.draft(("scripted",), 8) == pytest.approx(
+        0.002 * engine.policy.latency.verify(8) / latency().verify(8)
+    ), "and it was not timed"
 
 
-def test_arms_of_a_fixed_budget_are_foretold_with_all_of_it(model, prompts, greedy):
+def test_arms_of_a_fixed_budget_are_compared_with_all_of_it(model, prompts, greedy):
     engine = engine_with(
         model, Policy(latency(per_node=0.002)), Scripted(greedy, reach=3), Lookup(vocab_size=tiny.VOCAB)
     )
@@ -220,34 +222,7 @@ def test_arms_of_a_fixed_budget_are_foretold_with_all_of_it(model, prompts, gree
         run(engine)
     (group,) = engine.policy.state()["groups"]
     # Free choice would take a few of the n-grams' nodes, each of which costs a tenth of a round.
-    assert group["arms"]["tree@lookup"]["nodes"] > 20
-
-
-def test_a_drafter_that_costs_next_to_nothing_drafts_in_every_tree(model, prompts, greedy):
-    for cost, arms in (
-        (0.0001, ["tree@scripted+lookup", "tree@lookup", "chain@scripted", "chain@lookup"]),
-        (
-            0.002,
-            ["tree@scripted+lookup", "tree@scripted", "tree@lookup", "chain@scripted", "chain@lookup", "off"],
-        ),
-    ):
-        policy = Policy(latency(lookup=cost))
-        policy.plan([Request("auto", "auto", ("scripted", "lookup"))], [10])
-        (group,) = policy.state()["groups"]
-        assert list(group["arms"]) == arms
-
-
-def test_what_leaves_out_one_of_several_drafters_is_foretold_of_their_merged_trees(model, prompts, greedy):
-    drafters = Scripted(greedy, reach=4), Scripted(greedy, reach=1), Lookup(vocab_size=tiny.VOCAB)
-    drafters[1].name = "short"
-    names = ("scripted", "short", "lookup")
-    engine = engine_with(model, Policy(latency(names=names, lookup=0.0001)), *drafters)
-    sequence = engine.add(prompts[0], GREEDY, method="auto", budget="auto")
-    run(engine)
-    assert sequence.tokens == greedy[0]
-    arms = engine.policy.state()["groups"][0]["arms"]
-    told = {name: arms[name]["tokens_per_round"] for name in ("tree@scripted+lookup", "tree@short+lookup")}
-    assert told["tree@scripted+lookup"] > told["tree@short+lookup"] > 1
+    assert group["arms"]["tree@lookup"]["nodes"] > 8
 
 
 def test_a_drafter_that_catches_up_is_not_timed():
@@ -274,20 +249,18 @@ def test_a_drafter_that_catches_up_is_not_timed():
         play(lookup, settled)
         play(both, 0.05)
         play(both, settled, fresh=True)
-    assert "draft lookup scripted" not in policy.latency.drift
-    play(both, settled)
-    assert "draft lookup scripted" in policy.latency.drift
+    assert policy.latency.draft(both.members, 1) == pytest.approx(0.004, rel=0.05)
     # But what it was slowed down by may be over, and catching up makes nothing faster.
     for _ in range(30):
         play(both, 0.05)
-    assert policy.latency.drift["draft lookup scripted"] > 10
+    assert policy.latency.draft(both.members, 1) > 0.04
     for _ in range(30):
         play(lookup, settled)
         play(both, settled)
-    assert policy.latency.drift["draft lookup scripted"] < 2
+    assert policy.latency.draft(both.members, 1) < 0.008
 
 
-def test_a_drafter_that_proposes_nothing_is_foretold_one_token(model, prompts, greedy):
+def test_a_drafter_that_proposes_nothing_makes_one_token_a_round(model, prompts, greedy):
     silent = Scripted([])
     silent.name = "silent"
     engine = engine_with(
@@ -297,7 +270,7 @@ def test_a_drafter_that_proposes_nothing_is_foretold_one_token(model, prompts, g
     run(engine)
     (group,) = engine.policy.state()["groups"]
     told = {arm: group["arms"][arm]["tokens_per_round"] for arm in ("tree@scripted", "tree@silent")}
-    assert told["tree@silent"] == 1.0 and told["tree@scripted"] > 2
+    assert told["tree@silent"] < 1.2 and told["tree@scripted"] > 2
 
 
 def test_requests_of_other_depths_have_figures_of_their_own(model, prompts, greedy):
@@ -306,24 +279,6 @@ def test_requests_of_other_depths_have_figures_of_their_own(model, prompts, gree
         engine.add(prompts[0], GREEDY, method="auto", budget="auto", depth=depth)
         run(engine)
     assert [group["depth"] for group in engine.policy.state()["groups"]] == [1, 3]
-
-
-def test_a_second_model_begins_with_the_arm_that_the_first_one_found(model, prompts, greedy):
-    def engine(acceptance):
-        drafters = Scripted(greedy, reach=4), Lookup(vocab_size=tiny.VOCAB)
-        return engine_with(model, Policy(latency(), acceptance), *drafters)
-
-    first = engine({})
-    for _ in range(6):
-        first.add(prompts[0], GREEDY, method="tree", budget="auto", members=("scripted",))
-        first.add(prompts[0], GREEDY, method="tree", budget="auto", members=("scripted", "lookup"))
-        run(first)
-    second = engine(first.policy.acceptance)
-    sequence = second.add(prompts[0], GREEDY, method="auto", budget="auto")
-    run(second)
-    assert sequence.output == greedy[0][len(prompts[0]) :]
-    (group,) = second.policy.state()["groups"]
-    assert group["arms"]["tree@scripted"]["tokens_per_second"] is not None
 
 
 def test_kinds_of_requests_without_number_are_not_remembered_for_ever():
