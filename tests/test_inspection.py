@@ -112,7 +112,10 @@ def test_a_recurrent_target_takes_no_drafter(tmp_path):
     hf.MambaForCausalLM(config).save_pretrained(tmp_path)
     report = inspect(str(tmp_path))
     assert "decoded autoregressively" in facts(report.target)["draft trees"]
-    assert any("cannot be verified" in reason for reason in inspect(str(tmp_path), drafter="lookup").incompatibilities)
+    assert any(
+        "cannot be verified" in reason
+        for reason in inspect(str(tmp_path), drafter="lookup").incompatibilities
+    )
 
 
 def test_names_are_told_apart(tmp_path, target, network):

@@ -12,8 +12,8 @@ from ddtree.bench.load import LoadPlan, TimedReply, drafting_fields, load_table,
 from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.cli import main
 from ddtree.errors import ConfigError
-from ddtree.server.limits import Limits
-from ddtree.server.worker import Service
+from ddtree.server.config import ServerLimits
+from ddtree.server.worker import EngineThread
 
 PROMPTS = [BenchPrompt(str(i), "chat", ("hello",)) for i in range(10)]
 
@@ -120,7 +120,7 @@ def address():
         talker.model(max_position_embeddings=1024), "lookup", tokenizer=talker.tokenizer(), max_rows=4,
         prefix_bytes=2**24,
     )  # fmt: skip
-    service = Service(loaded, name="tiny", limits=Limits(max_waiting=16))
+    service = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
     service.start()
     assert service.wait_ready(60)
     with loaded, fakes.served(service) as address:
