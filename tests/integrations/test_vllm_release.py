@@ -15,10 +15,10 @@ from ddtree.integrations.vllm import release
 def install(monkeypatch):
     """Make a release of vLLM seem installed, on a platform."""
 
-    def call(package=None, release="", platform="cpu"):
+    def call(package=None, number="", platform="cpu"):
         def version(name):
             if name == package:
-                return release
+                return number
             raise metadata.PackageNotFoundError(name)
 
         monkeypatch.setattr(release.metadata, "version", version)
