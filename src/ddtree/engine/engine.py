@@ -22,9 +22,8 @@ from ddtree.engine.prefix_cache import PrefixStore
 from ddtree.engine.scheduler import ChunkedPrefill, KVBudget, Scheduler
 from ddtree.engine.sequence import Sequence
 from ddtree.errors import CacheMemoryError, ConfigError
-from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.kv_cache import drop_row, out_of_memory
-from ddtree.model.target import Target
+from ddtree.model.protocol import TargetModel
 from ddtree.policy import AutoBudget, AutoMethod, Choice, Policy, Request
 from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
@@ -73,7 +72,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Target | AutoregressiveTarget,
+        target: TargetModel[Any],
         drafter: Drafter | None = None,
         *,
         max_rows: int = 8,
@@ -101,7 +100,6 @@ class Engine:
         self._planner = Planner(target, drafter, self.clock)
         self._stepping = False
         self._closed = ""
-        # Each kind of target takes the kind of cache that it makes.
         self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
         self._holdings = holdings_of(drafter)

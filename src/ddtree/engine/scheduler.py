@@ -12,6 +12,7 @@ from ddtree.engine.prefix_cache import Part, PrefixStore
 from ddtree.engine.sequence import Sequence
 from ddtree.errors import ConfigError, PromptError
 from ddtree.model.kv_cache import Holding, token_bytes
+from ddtree.model.protocol import TargetModel
 from ddtree.sampling.sampler import token_logprobs
 
 _SPARE = 64
@@ -43,7 +44,7 @@ class KVBudget:
 
     def __init__(
         self,
-        target: Any,
+        target: TargetModel[Any],
         cache: Any,
         limit: int,
         drafters: Several[Holding] = (),
@@ -129,7 +130,7 @@ class ChunkedPrefill:
         left: prompt tokens still to be processed.
     """
 
-    def __init__(self, sequence: Sequence, target: Any, chunk: int, cached: list[Part]) -> None:
+    def __init__(self, sequence: Sequence, target: TargetModel[Any], chunk: int, cached: list[Part]) -> None:
         self.sequence = sequence
         self.cache = target.new_cache(sequence.prompt_length)
         self.cache.add_row()
@@ -187,7 +188,7 @@ class Scheduler:
 
     def __init__(
         self,
-        target: Any,
+        target: TargetModel[Any],
         max_rows: int,
         prefill_chunk: int,
         budget: KVBudget | None,
