@@ -20,7 +20,7 @@ from ddtree.drafters.dflash.heads import DominoHead, Head
 from ddtree.drafters.dflash.weight_files import locate
 from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged
-from ddtree.drafters.mixed import Continuity
+from ddtree.drafters.mixed import Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
@@ -214,7 +214,7 @@ class _Loader:
         elif name == DEMO:
             lookup = self._lookup(None)
         if drafter is not None and lookup is not None:
-            return Continuity(drafter, lookup)
+            return Mixed(drafter, lookup)
         found = drafter or lookup
         if found is None:
             raise CheckpointError(
