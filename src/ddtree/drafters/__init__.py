@@ -111,7 +111,7 @@ def with_parts(drafter: Any) -> list[Any]:
     return [drafter, *(inner for part in getattr(drafter, "drafters", ()) for inner in with_parts(part))]
 
 
-def holdings_of(drafter: Any) -> list[Holding]:
+def kv_footprints_of(drafter: Any) -> list[Holding]:
     """Return the caches of a drafter and of all that it merges, each with the most memory that it can take."""
     return [
         holding for part in with_parts(drafter) if isinstance(part, Holder) for holding in part.holdings()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.drafters import Drafter, claim, holdings_of, release
+from ddtree.drafters import Drafter, claim, kv_footprints_of, release
 from ddtree.engine.detokenizer import Detokenizer
 from ddtree.engine.planner import Planner, check_prompt
 from ddtree.engine.prefix_cache import PrefixStore
@@ -102,7 +102,7 @@ class Engine:
         self._closed = ""
         self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
-        self._holdings = holdings_of(drafter)
+        self._holdings = kv_footprints_of(drafter)
         self.prefixes: PrefixStore | None = None
         if prefix_bytes and target.verifies_trees:
             self.prefixes = PrefixStore(prefix_bytes, features=bool(target.feature_layers))
