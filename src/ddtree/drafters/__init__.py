@@ -84,7 +84,7 @@ class Drafter(Protocol):
 class Holder(Protocol):
     """A drafter that keeps something of every token of its rows on the device."""
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[Holding]:
         """Return its caches, each with the most memory that it can take."""
 
 
@@ -114,7 +114,7 @@ def with_parts(drafter: Any) -> list[Any]:
 def kv_footprints_of(drafter: Any) -> list[Holding]:
     """Return the caches of a drafter and of all that it merges, each with the most memory that it can take."""
     return [
-        holding for part in with_parts(drafter) if isinstance(part, Holder) for holding in part.holdings()
+        holding for part in with_parts(drafter) if isinstance(part, Holder) for holding in part.kv_footprints()
     ]
 
 

@@ -111,7 +111,7 @@ class DraftModel:
         # A text can hold ids that only the target has; any other token will do in their place.
         self._backlog[row] += [min(token, self.vocab_size - 1) for token in tokens]
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[Holding]:
         """Return the draft model's cache with the most memory that it can take."""
         # The backlog of a round, the root, and all levels that are expanded.
         spare = _AT_ONCE + 1 + (MAX_DEPTH - 1) * self.width

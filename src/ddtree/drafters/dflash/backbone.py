@@ -263,7 +263,7 @@ class BlockDrafter:
         for backbone in self.backbones:
             backbone.observe(row, features)
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[Holding]:
         """Return the contexts' caches with the most memory that they can take."""
         return [backbone.holding() for backbone in self.backbones]
 

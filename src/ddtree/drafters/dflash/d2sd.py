@@ -70,7 +70,7 @@ class D2SD(BlockDrafter):
         if second is not None:
             self.backbones.append(second)
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[Holding]:
         """Return the contexts' caches with the most memory that they can take."""
         return [part.holding(self.branches if part is self.second else 1) for part in self.backbones]
 
