@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from ddtree.model.kv_cache import Holding, KVCache, token_bytes
+from ddtree.model.kv_cache import KVFootprint, KVCache, token_bytes
 from ddtree.model.target import Target
 
 # Two layers of keys and values, one head of 4 floats.
@@ -12,7 +12,7 @@ TOKEN = 2 * 2 * 4 * 4
 
 
 def holding(**changes):
-    return Holding(
+    return KVFootprint(
         **{"cache": KVCache(1000, 2), "measure": lambda: TOKEN, "spare": 10, "longest": 900, **changes}
     )
 

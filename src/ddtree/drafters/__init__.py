@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from ddtree.errors import ConfigError
-from ddtree.model.kv_cache import Holding
+from ddtree.model.kv_cache import KVFootprint
 from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree
@@ -84,7 +84,7 @@ class Drafter(Protocol):
 class Holder(Protocol):
     """A drafter that keeps something of every token of its rows on the device."""
 
-    def kv_footprints(self) -> list[Holding]:
+    def kv_footprints(self) -> list[KVFootprint]:
         """Return its caches, each with the most memory that it can take."""
 
 
@@ -111,7 +111,7 @@ def with_parts(drafter: Any) -> list[Any]:
     return [drafter, *(inner for part in getattr(drafter, "drafters", ()) for inner in with_parts(part))]
 
 
-def kv_footprints_of(drafter: Any) -> list[Holding]:
+def kv_footprints_of(drafter: Any) -> list[KVFootprint]:
     """Return the caches of a drafter and of all that it merges, each with the most memory that it can take."""
     return [
         holding for part in with_parts(drafter) if isinstance(part, Holder) for holding in part.kv_footprints()

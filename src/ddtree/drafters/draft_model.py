@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddtree.drafters import DraftRow
 from ddtree.errors import CheckpointError
-from ddtree.model.kv_cache import Holding, KVCache, drop_row, token_bytes
+from ddtree.model.kv_cache import KVFootprint, KVCache, drop_row, token_bytes
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
 from ddtree.stats import Clock
@@ -111,11 +111,11 @@ class DraftModel:
         # A text can hold ids that only the target has; any other token will do in their place.
         self._backlog[row] += [min(token, self.vocab_size - 1) for token in tokens]
 
-    def kv_footprints(self) -> list[Holding]:
+    def kv_footprints(self) -> list[KVFootprint]:
         """Return the draft model's cache with the most memory that it can take."""
         # The backlog of a round, the root, and all levels that are expanded.
         spare = _AT_ONCE + 1 + (MAX_DEPTH - 1) * self.width
-        return [Holding(self._cache, partial(token_bytes, self.model), spare, self.model.max_context)]
+        return [KVFootprint(self._cache, partial(token_bytes, self.model), spare, self.model.max_context)]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:

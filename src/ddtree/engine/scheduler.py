@@ -11,7 +11,7 @@ from torch import Tensor
 from ddtree.engine.prefix_cache import Part, PrefixStore
 from ddtree.engine.sequence import Sequence
 from ddtree.errors import ConfigError, PromptError
-from ddtree.model.kv_cache import Holding, token_bytes
+from ddtree.model.kv_cache import KVFootprint, token_bytes
 from ddtree.model.protocol import TargetModel
 from ddtree.sampling.sampler import token_logprobs
 
@@ -47,7 +47,7 @@ class KVBudget:
         target: TargetModel[Any],
         cache: Any,
         limit: int,
-        drafters: Several[Holding] = (),
+        drafters: Several[KVFootprint] = (),
         features_stay: bool = False,
     ) -> None:
         if not target.verifies_trees:
@@ -57,7 +57,7 @@ class KVBudget:
             )
         self.limit = limit
         self._most = target.max_context
-        self._target = Holding(cache, lambda: token_bytes(target), _SPARE, self._most)
+        self._target = KVFootprint(cache, lambda: token_bytes(target), _SPARE, self._most)
         self._drafters = drafters
         feature = len(target.feature_layers) * target.hidden_size * target.dtype.itemsize
         self._prompt_token = self._target.token + feature

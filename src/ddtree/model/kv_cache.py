@@ -329,7 +329,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 @dataclass(frozen=True)
-class Holding:
+class KVFootprint:
     """An upper bound on the memory of a cache, before its rows are there.
 
     Attributes:
