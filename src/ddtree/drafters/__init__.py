@@ -54,7 +54,7 @@ class DraftRow:
 class Drafter(Protocol):
     """Proposes draft trees. Rows follow the target's cache: packed, and the last row takes the place of a dropped one.
 
-    A drafter that keeps keys and values of its rows is a `Holder` as well, and one that may lag behind a row's text is
+    A drafter that keeps keys and values of its rows is a `KVHolder` as well, and one that may lag behind a row's text is
     a `Late` one.
 
     Attributes:
@@ -81,7 +81,7 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Holder(Protocol):
+class KVHolder(Protocol):
     """A drafter that keeps something of every token of its rows on the device."""
 
     def kv_footprints(self) -> list[KVFootprint]:
@@ -114,7 +114,7 @@ def with_parts(drafter: Any) -> list[Any]:
 def kv_footprints_of(drafter: Any) -> list[KVFootprint]:
     """Return the caches of a drafter and of all that it merges, each with the most memory that it can take."""
     return [
-        holding for part in with_parts(drafter) if isinstance(part, Holder) for holding in part.kv_footprints()
+        holding for part in with_parts(drafter) if isinstance(part, KVHolder) for holding in part.kv_footprints()
     ]
 
 
