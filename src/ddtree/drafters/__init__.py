@@ -118,7 +118,7 @@ def kv_footprints_of(drafter: Any) -> list[KVFootprint]:
     ]
 
 
-def behind_of(drafter: Any) -> set[int]:
+def lagging_rows_of(drafter: Any) -> set[int]:
     """Return the rows that a drafter, or one that it merges, left out of its last draft: their texts come first."""
     return {row for part in with_parts(drafter) if isinstance(part, Late) for row in part.behind}
 
