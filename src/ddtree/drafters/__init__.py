@@ -55,7 +55,7 @@ class Drafter(Protocol):
     """Proposes draft trees. Rows follow the target's cache: packed, and the last row takes the place of a dropped one.
 
     A drafter that keeps keys and values of its rows is a `KVHolder` as well, and one that may lag behind a row's text is
-    a `Late` one.
+    a `LaggingDrafter`.
 
     Attributes:
         name: as it appears in statistics and in the names of arms.
@@ -89,7 +89,7 @@ class KVHolder(Protocol):
 
 
 @runtime_checkable
-class Late(Protocol):
+class LaggingDrafter(Protocol):
     """A drafter that may need several rounds to process the committed tokens of a row.
 
     Attributes:
@@ -120,7 +120,7 @@ def kv_footprints_of(drafter: Any) -> list[KVFootprint]:
 
 def lagging_rows_of(drafter: Any) -> set[int]:
     """Return the rows that a drafter, or one that it merges, left out of its last draft: their texts come first."""
-    return {row for part in with_parts(drafter) if isinstance(part, Late) for row in part.behind}
+    return {row for part in with_parts(drafter) if isinstance(part, LaggingDrafter) for row in part.behind}
 
 
 # The user of each drafter, by the drafter's id. A user holds its drafters, so that an id stays theirs for as long as
