@@ -49,11 +49,11 @@ def test_the_size_of_a_token_is_asked_for_once():
     assert len(asked) == 1
 
 
-def test_confined_buffers_grow_to_what_was_told():
+def test_shrunk_buffers_grow_to_what_was_told():
     own = holding()
     fill(own.cache, 1, 600)
     own.cache.drop_row(0)
-    own.confine(4, 100)
+    own.shrink_to(4, 100)
     fill(own.cache, 4, 110)
     assert own.cache.reserved_bytes == own.bytes(4, 100) == 4 * 256 * TOKEN
 
@@ -62,7 +62,7 @@ def test_slack_leaves_the_buffers_alone():
     own = holding()
     fill(own.cache, 1, 600)
     own.cache.drop_row(0)
-    own.confine(1, 100, slack=800 * TOKEN)
+    own.shrink_to(1, 100, slack=800 * TOKEN)
     assert own.cache.capacity == 1000
 
 

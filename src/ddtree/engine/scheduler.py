@@ -94,9 +94,9 @@ class KVBudget:
         Raises:
             CacheMemoryError: the device has no room for smaller buffers beside the old ones.
         """
-        self._target.confine(self._rows, self._longest, self._rest)
+        self._target.shrink_to(self._rows, self._longest, self._rest)
         for holding in self._drafters:
-            holding.confine(self._rows, self._longest)
+            holding.shrink_to(self._rows, self._longest)
 
     def max_draft_nodes(self, longest: int) -> int:
         """Return how many drafted nodes each row has room for, where the longest row has `longest` committed tokens."""

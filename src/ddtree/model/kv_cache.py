@@ -360,7 +360,7 @@ class KVFootprint:
         width, columns = self.shape(rows, tokens)
         return self.token * width * columns + self.row * rows
 
-    def confine(self, rows: int, tokens: int, slack: int = 0) -> None:
+    def shrink_to(self, rows: int, tokens: int, slack: int = 0) -> None:
         """Shrink the buffers where growing to `shape` would take more than its bytes and `slack` bytes more.
 
         Raises:
