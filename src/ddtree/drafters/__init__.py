@@ -93,10 +93,10 @@ class LaggingDrafter(Protocol):
     """A drafter that may need several rounds to process the committed tokens of a row.
 
     Attributes:
-        behind: rows that the last `draft` was asked for and left out, because their texts are not processed yet.
+        lagging_rows: rows that the last `draft` was asked for and left out, because their texts are not processed yet.
     """
 
-    behind: list[int]
+    lagging_rows: list[int]
 
 
 def parts_of(drafter: Any) -> list[Any]:
@@ -120,7 +120,7 @@ def kv_footprints_of(drafter: Any) -> list[KVFootprint]:
 
 def lagging_rows_of(drafter: Any) -> set[int]:
     """Return the rows that a drafter, or one that it merges, left out of its last draft: their texts come first."""
-    return {row for part in with_parts(drafter) if isinstance(part, LaggingDrafter) for row in part.behind}
+    return {row for part in with_parts(drafter) if isinstance(part, LaggingDrafter) for row in part.lagging_rows}
 
 
 # The user of each drafter, by the drafter's id. A user holds its drafters, so that an id stays theirs for as long as

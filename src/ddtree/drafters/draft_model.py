@@ -62,7 +62,7 @@ class DraftModel:
         chunk: most tokens of long texts that are processed while other rows wait, as 512.
 
     Attributes:
-        behind: rows that the last draft left out, because their texts are not processed yet.
+        lagging_rows: rows that the last draft left out, because their texts are not processed yet.
 
     Raises:
         CheckpointError: the vocabularies differ.
@@ -90,7 +90,7 @@ class DraftModel:
         self.width = width
         self.coupling = coupling
         self.chunk = chunk
-        self.behind: list[int] = []
+        self.lagging_rows: list[int] = []
         self.vocab_size = min(draft.vocab_size, target.vocab_size)
         self._device = target.device
         self._cache = draft.new_cache()
@@ -119,13 +119,13 @@ class DraftModel:
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        """Propose a tree for each row; the root alone for those in `behind`."""
+        """Propose a tree for each row; the root alone for those in `lagging_rows`."""
         bonus = [row.tokens[-1] for row in rows]
         budgets = [row.budget for row in rows]
         depths = [self._depth(row) for row in rows]
         with clock("prefill"):
-            self.behind = self._catch_up(depths)
-        for index in self.behind:
+            self.lagging_rows = self._catch_up(depths)
+        for index in self.lagging_rows:
             depths[index] = 0
         if not any(depths):
             return DraftTree.root(bonus, self._device)
