@@ -9,7 +9,13 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.head_checkpoint import is_head, incompatibilities, read_head, read_published, write_head
+from ddtree.drafters.dflash.head_checkpoint import (
+    is_head,
+    incompatibilities,
+    read_head,
+    read_published,
+    write_head,
+)
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash, create
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target

@@ -114,13 +114,18 @@ def with_parts(drafter: Any) -> list[Any]:
 def kv_footprints_of(drafter: Any) -> list[KVFootprint]:
     """Return the caches of a drafter and of all that it merges, each with the most memory that it can take."""
     return [
-        holding for part in with_parts(drafter) if isinstance(part, KVHolder) for holding in part.kv_footprints()
+        footprint
+        for part in with_parts(drafter)
+        if isinstance(part, KVHolder)
+        for footprint in part.kv_footprints()
     ]
 
 
 def lagging_rows_of(drafter: Any) -> set[int]:
     """Return the rows that a drafter, or one that it merges, left out of its last draft: their texts come first."""
-    return {row for part in with_parts(drafter) if isinstance(part, LaggingDrafter) for row in part.lagging_rows}
+    return {
+        row for part in with_parts(drafter) if isinstance(part, LaggingDrafter) for row in part.lagging_rows
+    }
 
 
 # The user of each drafter, by the drafter's id. A user holds its drafters, so that an id stays theirs for as long as

@@ -95,8 +95,8 @@ class KVBudget:
             CacheMemoryError: the device has no room for smaller buffers beside the old ones.
         """
         self._target.shrink_to(self._rows, self._longest, self._rest)
-        for holding in self._drafters:
-            holding.shrink_to(self._rows, self._longest)
+        for footprint in self._drafters:
+            footprint.shrink_to(self._rows, self._longest)
 
     def max_draft_nodes(self, longest: int) -> int:
         """Return how many drafted nodes each row has room for, where the longest row has `longest` committed tokens."""
@@ -110,7 +110,7 @@ class KVBudget:
     def _bytes(self, texts: list[tuple[int, int]]) -> int:
         """Return the memory of texts (prompt tokens, max_tokens); the last one's prompt is still to be prefilled."""
         rows, longest = len(texts), self._longest_of(texts)
-        buffers = sum(holding.bytes(rows, longest) for holding in (self._target, *self._drafters))
+        buffers = sum(footprint.bytes(rows, longest) for footprint in (self._target, *self._drafters))
         answers = sum(min(answer, self._most - prompt) for prompt, answer in texts)
         return buffers + self._prompt_token * texts[-1][0] + self._answer_token * answers
 

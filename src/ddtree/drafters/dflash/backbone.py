@@ -84,7 +84,7 @@ class Backbone:
         self._cache.drop_row(row)
         drop_row(self._unread, row)
 
-    def holding(self, blocks: int = 1) -> KVFootprint:
+    def kv_footprint(self, blocks: int = 1) -> KVFootprint:
         """Return the most memory of the context, of `blocks` blocks a row, and of features that wait for the next."""
         config, most = self.network.config, self._cache.max_tokens - self.network.config.block_size
         states = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -265,7 +265,7 @@ class BlockDrafter:
 
     def kv_footprints(self) -> list[KVFootprint]:
         """Return the contexts' caches with the most memory that they can take."""
-        return [backbone.holding() for backbone in self.backbones]
+        return [backbone.kv_footprint() for backbone in self.backbones]
 
     def couples(self, row: DraftRow) -> bool:
         """Return whether a row is drafted for under its noise."""

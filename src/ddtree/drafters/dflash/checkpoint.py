@@ -237,7 +237,9 @@ def _check_parts(checkpoint: DFlashCheckpoint) -> None:
     if checkpoint.embedding is not None:
         check_shape("embed_tokens.weight", checkpoint.embedding, (config.vocab_size, config.hidden_size))
     if checkpoint.correction is not None:
-        found = head_checkpoint.incompatibilities(checkpoint.correction, config.hidden_size, size, config.vocab_size)
+        found = head_checkpoint.incompatibilities(
+            checkpoint.correction, config.hidden_size, size, config.vocab_size
+        )
         if found:
             raise CheckpointError(
                 f"its {checkpoint.correction.kind} head does not fit: {'; '.join(found)}; {REMEDY}"

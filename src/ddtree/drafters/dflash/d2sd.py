@@ -72,7 +72,7 @@ class D2SD(BlockDrafter):
 
     def kv_footprints(self) -> list[KVFootprint]:
         """Return the contexts' caches with the most memory that they can take."""
-        return [part.holding(self.branches if part is self.second else 1) for part in self.backbones]
+        return [part.kv_footprint(self.branches if part is self.second else 1) for part in self.backbones]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
