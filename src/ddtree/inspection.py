@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ddtree.drafters import loading
 from ddtree.drafters.dflash import checkpoint
 from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
-from ddtree.drafters.dflash.head_checkpoint import is_head, read_head
 from ddtree.drafters.dflash.head_checkpoint import incompatibilities as head_incompatibilities
+from ddtree.drafters.dflash.head_checkpoint import is_head, read_head
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.draft_model import check_vocabulary
 from ddtree.drafters.ngram_table import NgramTable

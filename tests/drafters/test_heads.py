@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 import tiny
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.head_checkpoint import (
-    is_head,
     incompatibilities,
+    is_head,
     read_head,
     read_published,
     write_head,

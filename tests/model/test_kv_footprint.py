@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from ddtree.model.kv_cache import KVFootprint, KVCache, token_bytes
+from ddtree.model.kv_cache import KVCache, KVFootprint, token_bytes
 from ddtree.model.target import Target
 
 # Two layers of keys and values, one head of 4 floats.

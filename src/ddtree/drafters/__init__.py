@@ -54,8 +54,8 @@ class DraftRow:
 class Drafter(Protocol):
     """Proposes draft trees. Rows follow the target's cache: packed, and the last row takes the place of a dropped one.
 
-    A drafter that keeps keys and values of its rows is a `KVHolder` as well, and one that may lag behind a row's text is
-    a `LaggingDrafter`.
+    A drafter that keeps keys and values of its rows is a `KVHolder` as well, and one that may lag behind a row's text
+    is a `LaggingDrafter`.
 
     Attributes:
         name: as it appears in statistics and in the names of arms.

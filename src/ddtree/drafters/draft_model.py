@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddtree.drafters import DraftRow
 from ddtree.errors import CheckpointError
-from ddtree.model.kv_cache import KVFootprint, KVCache, drop_row, token_bytes
+from ddtree.model.kv_cache import KVCache, KVFootprint, drop_row, token_bytes
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
 from ddtree.stats import Clock

@@ -15,7 +15,7 @@ from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
 from ddtree.drafters.dflash.drafter import DFlash, backbone_of
 from ddtree.drafters.dflash.first_order import FirstOrder
-from ddtree.drafters.dflash.head_checkpoint import is_head, incompatibilities, read_head
+from ddtree.drafters.dflash.head_checkpoint import incompatibilities, is_head, read_head
 from ddtree.drafters.dflash.heads import DominoHead, Head
 from ddtree.drafters.dflash.weight_files import locate
 from ddtree.drafters.draft_model import DraftModel

@@ -13,7 +13,7 @@ from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.model.attention import key_positions, uncommitted_columns, visible_keys
-from ddtree.model.kv_cache import KVFootprint, KVCache, drop_row
+from ddtree.model.kv_cache import KVCache, KVFootprint, drop_row
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
 from ddtree.tree import MAX_DEPTH

@@ -1,8 +1,8 @@
 """DFlash checkpoints on disk: read in the published layouts, checked against a target, written in z-lab's.
 
-Reading knows no target: a folder's own parts are checked against each other first, and `incompatibilities` then names every
-reason why the drafter does not fit a target. Nothing is guessed, since a drafter that loads wrongly does not fail, it
-only never gets a token accepted.
+Reading knows no target: a folder's own parts are checked against each other first, and `incompatibilities` then names
+every reason why the drafter does not fit a target. Nothing is guessed, since a drafter that loads wrongly does not
+fail, it only never gets a token accepted.
 """
 
 from __future__ import annotations
