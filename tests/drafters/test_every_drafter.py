@@ -17,7 +17,7 @@ from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.heads import create
 from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged
-from ddtree.drafters.mixed import Continuity
+from ddtree.drafters.mixed import Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
@@ -64,9 +64,9 @@ def drafter_of(kind, target, coupling=PLAIN):
         return Lookup(coupling=coupling)
     lookup = Lookup(coupling=coupling)
     if kind == "mixed":
-        return Continuity(drafter_of("dflash", target, coupling), lookup)
+        return Mixed(drafter_of("dflash", target, coupling), lookup)
     if kind == "mixed tree":
-        return Continuity(drafter_of("domino", target, coupling), lookup)
+        return Mixed(drafter_of("domino", target, coupling), lookup)
     return Merged([drafter_of("treeflash", target, coupling), lookup])
 
 

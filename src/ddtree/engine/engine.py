@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.drafters import Drafter, claim, holdings_of, release
+from ddtree.drafters import Drafter, claim, kv_footprints_of, release
 from ddtree.engine.detokenizer import Detokenizer
 from ddtree.engine.planner import Planner, check_prompt
 from ddtree.engine.prefix_cache import PrefixStore
@@ -102,14 +102,14 @@ class Engine:
         self._closed = ""
         self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
-        self._holdings = holdings_of(drafter)
+        self._kv_footprints = kv_footprints_of(drafter)
         self.prefixes: PrefixStore | None = None
         if prefix_bytes and target.verifies_trees:
             self.prefixes = PrefixStore(prefix_bytes, features=bool(target.feature_layers))
         self._budget: KVBudget | None = None
         if cache_bytes is not None:
             stay = self.prefixes is not None
-            self._budget = KVBudget(target, self._cache, cache_bytes, self._holdings, features_stay=stay)
+            self._budget = KVBudget(target, self._cache, cache_bytes, self._kv_footprints, features_stay=stay)
         self._scheduler = Scheduler(target, max_rows, prefill_chunk, self._budget, self.prefixes)
 
     @property
@@ -161,7 +161,7 @@ class Engine:
 
         The most is `cache_bytes`, which bounds waiting features as well, or else the size of the buffers.
         """
-        caches = [self._cache, *(holding.cache for holding in self._holdings)]
+        caches = [self._cache, *(footprint.cache for footprint in self._kv_footprints)]
         if self._scheduler.prefill is not None:
             caches.append(self._scheduler.prefill.cache)
         used = sum(cache.used_bytes for cache in caches)

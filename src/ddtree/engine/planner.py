@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ddtree.drafters import Drafter, DraftRow, behind_of, parts_of
+from ddtree.drafters import Drafter, DraftRow, lagging_rows_of, parts_of
 from ddtree.errors import ConfigError, PromptError
 from ddtree.model.protocol import TargetWeights
 from ddtree.policy import OFF, UNMEASURED_BUDGET, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
@@ -161,9 +161,9 @@ class Planner:
         if policy is not None:
             with self._clock("build"):
                 # A draft that is cut short by the end of an answer, or left out, says little about the drafter.
-                behind = behind_of(drafter)
+                lagging = lagging_rows_of(drafter)
                 whole = [
-                    choice.arm == OFF or (drafts[place].depth == request.depth and place not in behind)
+                    choice.arm == OFF or (drafts[place].depth == request.depth and place not in lagging)
                     for place, choice, request in zip(places, choices, requests, strict=True)
                 ]
                 tree = policy.cut(tree, lambda: self._proposals(places), whole)
