@@ -119,7 +119,7 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
     from ddtree.drafters.dflash.drafter import DFlash
     from ddtree.drafters.draft_model import DraftModel
     from ddtree.drafters.merged import Merged
-    from ddtree.drafters.mixed import Continuity
+    from ddtree.drafters.mixed import Mixed
     from ddtree.drafters.ngram import Lookup
     from ddtree.model.target import Target
 
@@ -141,7 +141,7 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
     if kind == "d2sd":
         return D2SD(Backbone(network(target_model), target), branches=3, coupling=coupling)
     if kind == "continuity":
-        return Continuity(*(drafter(part, target_model, coupled) for part in ("tree", "lookup")))
+        return Mixed(*(drafter(part, target_model, coupled) for part in ("tree", "lookup")))
     if kind == "merged":
         return Merged([drafter(part, target_model, coupled) for part in ("tree", "lookup", "draft")])
     return DFlash(Backbone(network(target_model), target), coupling=coupling)

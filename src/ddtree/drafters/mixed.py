@@ -21,7 +21,7 @@ _LEAST = 32  # candidates a depth that a network's marginals are asked for at th
 _ROOM = 2  # nodes of another drafter's tree for each that is wanted: the mix ranks them anew
 
 
-class Continuity(Merged):
+class Mixed(Merged):
     """Several drafters' parts, as `Merged`, but their probabilities mixed and not their trees.
 
     A block drafter's marginals do not know which tokens a branch chose; n-grams do, and so the mix makes them depend

@@ -28,9 +28,19 @@ from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
 from ddtree.train.data import Example
 from ddtree.train.export import DRAFTER, NGRAMS, DrafterScore
+from ddtree.train.options import option
 from ddtree.tree import MAX_DEPTH, following, walk
 
 _ROWS, _CPU_ROWS = 64, 16
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Settings of the step `evaluate`. Each field's help describes it."""
+
+    answers: Path | None = option(None, "a shard to evaluate on beside the held-out answers")
+    budgets: list[int] = option([8, 16, 32], "default: 8 16 32")
+    limit: int = option(200, "most conversations of a set (default: %(default)s)")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.model.attention import key_positions, uncommitted_columns, visible_keys
-from ddtree.model.kv_cache import Holding, KVCache, drop_row
+from ddtree.model.kv_cache import KVCache, KVFootprint, drop_row
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
 from ddtree.tree import MAX_DEPTH
@@ -84,7 +84,7 @@ class Backbone:
         self._cache.drop_row(row)
         drop_row(self._unread, row)
 
-    def holding(self, blocks: int = 1) -> Holding:
+    def kv_footprint(self, blocks: int = 1) -> KVFootprint:
         """Return the most memory of the context, of `blocks` blocks a row, and of features that wait for the next."""
         config, most = self.network.config, self._cache.max_tokens - self.network.config.block_size
         states = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -92,7 +92,7 @@ class Backbone:
         size = self.dtype.itemsize
         # Columns are as wide as the longest row with the most that any row has unread, or with the blocks.
         spare = max(_AT_ONCE, blocks * config.block_size)
-        return Holding(self._cache, lambda: states * size, spare, most, row=_AT_ONCE * features * size)
+        return KVFootprint(self._cache, lambda: states * size, spare, most, row=_AT_ONCE * features * size)
 
     @torch.inference_mode()
     def observe(self, row: int, features: Tensor | None) -> None:
@@ -263,9 +263,9 @@ class BlockDrafter:
         for backbone in self.backbones:
             backbone.observe(row, features)
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[KVFootprint]:
         """Return the contexts' caches with the most memory that they can take."""
-        return [backbone.holding() for backbone in self.backbones]
+        return [backbone.kv_footprint() for backbone in self.backbones]
 
     def couples(self, row: DraftRow) -> bool:
         """Return whether a row is drafted for under its noise."""

@@ -1,8 +1,8 @@
 """DFlash checkpoints on disk: read in the published layouts, checked against a target, written in z-lab's.
 
-Reading knows no target: a folder's own parts are checked against each other first, and `misfits` then names every
-reason why the drafter does not fit a target. Nothing is guessed, since a drafter that loads wrongly does not fail, it
-only never gets a token accepted.
+Reading knows no target: a folder's own parts are checked against each other first, and `incompatibilities` then names
+every reason why the drafter does not fit a target. Nothing is guessed, since a drafter that loads wrongly does not
+fail, it only never gets a token accepted.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def read(name: str | os.PathLike[str], heads: bool = False) -> DFlashCheckpoint:
     return checkpoint
 
 
-def misfits(checkpoint: DFlashCheckpoint, target: FittedTarget) -> list[str]:
+def incompatibilities(checkpoint: DFlashCheckpoint, target: FittedTarget) -> list[str]:
     """Return every reason why a drafter does not fit a target; empty when it does."""
     config, found = checkpoint.config, []
     if config.hidden_size != target.hidden_size:
@@ -167,7 +167,7 @@ def misfits(checkpoint: DFlashCheckpoint, target: FittedTarget) -> list[str]:
 
 def check(checkpoint: DFlashCheckpoint, target: FittedTarget) -> None:
     """Raise CheckpointError, with all reasons, unless a drafter fits a target."""
-    found = misfits(checkpoint, target)
+    found = incompatibilities(checkpoint, target)
     if found:
         raise CheckpointError(
             f"{checkpoint.folder} does not fit the target: {'; '.join(found)}. Name a drafter made for this target"
@@ -237,7 +237,9 @@ def _check_parts(checkpoint: DFlashCheckpoint) -> None:
     if checkpoint.embedding is not None:
         check_shape("embed_tokens.weight", checkpoint.embedding, (config.vocab_size, config.hidden_size))
     if checkpoint.correction is not None:
-        found = head_checkpoint.misfits(checkpoint.correction, config.hidden_size, size, config.vocab_size)
+        found = head_checkpoint.incompatibilities(
+            checkpoint.correction, config.hidden_size, size, config.vocab_size
+        )
         if found:
             raise CheckpointError(
                 f"its {checkpoint.correction.kind} head does not fit: {'; '.join(found)}; {REMEDY}"

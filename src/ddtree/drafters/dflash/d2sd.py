@@ -10,7 +10,7 @@ from torch import Tensor
 from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash.backbone import Backbone, BlockDrafter, width_of
 from ddtree.errors import ConfigError
-from ddtree.model.kv_cache import Holding
+from ddtree.model.kv_cache import KVFootprint
 from ddtree.sampling.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, best_first, grow, merge, prune
@@ -70,9 +70,9 @@ class D2SD(BlockDrafter):
         if second is not None:
             self.backbones.append(second)
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[KVFootprint]:
         """Return the contexts' caches with the most memory that they can take."""
-        return [part.holding(self.branches if part is self.second else 1) for part in self.backbones]
+        return [part.kv_footprint(self.branches if part is self.second else 1) for part in self.backbones]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:

@@ -148,7 +148,7 @@ def _coupling(table: Any) -> tuple[float, float]:
     return read_coupling(table)
 
 
-def misfits(head: Head, hidden_size: int, size: int, vocab_size: int) -> list[str]:
+def incompatibilities(head: Head, hidden_size: int, size: int, vocab_size: int) -> list[str]:
     """Return every reason why a head does not fit a backbone of H and Vd, and its target's V; empty when it does."""
     settings, found = head.config(), []
     for name, theirs, what in (
