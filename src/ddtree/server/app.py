@@ -23,9 +23,10 @@ from ddtree.server import http, openai, schemas
 from ddtree.server.config import HttpSettings
 from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import DeltaQueue
-from ddtree.server.http import ApiError, AppState, RequestGuard, State, invalid_value, json_response
+from ddtree.server.http import ApiError, RequestGuard, invalid_value, json_response
 from ddtree.server.metrics import CONTENT_TYPE
-from ddtree.server.tokens import encode_chat
+from ddtree.server.openai import AppState, State
+from ddtree.server.tokens import as_text, encode_chat
 
 STATE_EVERY = 1.0
 """Seconds between two states in the stream of events."""
@@ -199,9 +200,7 @@ async def detokenize(body: schemas.DetokenizeRequest, state: State) -> Response:
     bad = next((token for token in body.tokens if not 0 <= token < size), None)
     if bad is not None:
         raise invalid_value("tokens", f"tokens: {bad} is outside the vocabulary 0..{size - 1}")
-    return json_response(
-        {"prompt": await state.run_in_thread(lambda: openai.as_text(tokenizer, body.tokens))}
-    )
+    return json_response({"prompt": await state.run_in_thread(lambda: as_text(tokenizer, body.tokens))})
 
 
 @router.get("/api/drafting")

@@ -1,4 +1,4 @@
-"""HTTP below the routes: keys, lengths of bodies, what handlers share, errors in OpenAI's form, JSON, event streams.
+"""HTTP below the routes: keys, lengths of bodies, errors in OpenAI's form, JSON, event streams.
 
 Who may call and how much a client may send is checked before a body is parsed.
 """
@@ -10,12 +10,9 @@ import hashlib
 import hmac
 import json
 import re
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from fastapi import Depends, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -24,9 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ddtree.errors import CacheMemoryError, ConfigError, DDTreeError, PromptError
 from ddtree.server.handle import BusyError, ClosingError, EngineError, TimeoutReached
-
-if TYPE_CHECKING:
-    from ddtree.server.engine_thread import EngineThread
 
 STREAM_DONE = "data: [DONE]\n\n"
 STREAM_COMMENT = ": waiting\n\n"
@@ -57,45 +51,6 @@ BODY_TIME = 300.0
 _LINGER = 2.0  # longest pause within a body that is too long
 _DISCARDED = 16  # most of such a body that is read, in limits
 T = TypeVar("T")
-
-
-class AppState:
-    """The engine's thread behind one application, and what the handlers of all requests need besides.
-
-    Args:
-        worker: makes the answers.
-        sampling_defaults: fields of `SamplingParams` for requests that leave them out.
-
-    Attributes:
-        created: Unix time at which the application was made, in seconds.
-    """
-
-    def __init__(self, worker: EngineThread, sampling_defaults: dict[str, Any]) -> None:
-        self.worker = worker
-        self.sampling_defaults = sampling_defaults
-        self.created = int(time.time())
-        # One thread: long texts take a while, and not all tokenizers may be used by several.
-        self._executor = ThreadPoolExecutor(1, "ddtree-encode")
-
-    async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs beside the event loop; one at a time."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a request asks for another model."""
-        if name not in (None, "", self.worker.name):
-            message = f"the model {name!r} is not served here: ask for {self.worker.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-
-def state_of(request: Request) -> AppState:
-    """Return the state of a request's application."""
-    state: AppState = request.app.state.ddtree
-    return state
-
-
-State = Annotated[AppState, Depends(state_of)]
-"""The type of a handler's argument that FastAPI fills with the application's state."""
 
 
 class ApiError(HTTPException):

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from ddtree import prompts
 from ddtree.engine.sequence import Result
 from ddtree.errors import ConfigError
-from ddtree.sampling.noise import MAX_SEED
 from ddtree.sampling.params import SamplingParams
 from ddtree.server import http, schemas
 from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import ClosingError, DeltaQueue, GenerationRequest, TokenDelta
-from ddtree.server.http import ApiError, AppState, State, invalid_value
+from ddtree.server.http import ApiError, invalid_value
 from ddtree.server.schemas import ChatRequest, CompletionRequest, GenerationFields, StreamOptions
-from ddtree.server.tokens import CompletionLogprobs, chat_logprobs, encode_chat, prompt_logprobs
+from ddtree.server.tokens import CompletionLogprobs, as_text, chat_logprobs, encode_chat, prompt_logprobs
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion whose request names no limit: OpenAI's default."""
@@ -29,6 +30,46 @@ _CLIENT_LEFT = 499
 """The status for a client that has closed the connection, as nginx logs it."""
 _log = logging.getLogger(__name__)
 router = APIRouter()
+T = TypeVar("T")
+
+
+class AppState:
+    """The engine's thread behind one application, and what the handlers of all requests need besides.
+
+    Args:
+        worker: makes the answers.
+        sampling_defaults: fields of `SamplingParams` for requests that leave them out.
+
+    Attributes:
+        created: Unix time at which the application was made, in seconds.
+    """
+
+    def __init__(self, worker: EngineThread, sampling_defaults: dict[str, Any]) -> None:
+        self.worker = worker
+        self.sampling_defaults = sampling_defaults
+        self.created = int(time.time())
+        # One thread: long texts take a while, and not all tokenizers may be used by several.
+        self._executor = ThreadPoolExecutor(1, "ddtree-encode")
+
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs beside the event loop; one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request asks for another model."""
+        if name not in (None, "", self.worker.name):
+            message = f"the model {name!r} is not served here: ask for {self.worker.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def state_of(request: Request) -> AppState:
+    """Return the state of a request's application."""
+    state: AppState = request.app.state.ddtree
+    return state
+
+
+State = Annotated[AppState, Depends(state_of)]
+"""The type of a handler's argument that FastAPI fills with the application's state."""
 
 
 @router.post("/v1/chat/completions", responses=http.STREAM_RESPONSES)
@@ -75,15 +116,6 @@ async def _generate(
     return Response(status_code=_CLIENT_LEFT) if whole is None else http.json_response(whole)
 
 
-def as_text(tokenizer: Any, prompt: str | list[int]) -> str:
-    """Return a prompt as text, special tokens included; token ids are "" without a tokenizer."""
-    if isinstance(prompt, str):
-        return prompt
-    if tokenizer is None:
-        return ""
-    return str(tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def check_request(state: AppState, body: GenerationFields, prompts: int) -> None:
     """Raise ApiError for what is wrong with a request of so many prompts, before anything is encoded."""
     worker = state.worker
@@ -101,13 +133,6 @@ def check_request(state: AppState, body: GenerationFields, prompts: int) -> None
         worker.drafting.merged(body.ddtree).check_drafter(worker.model.engine.members)
     except ConfigError as error:
         raise invalid_value("ddtree", str(error)) from error
-
-
-def seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """Return parameters for n answers to one prompt: the first has the given seed, the others those after it."""
-    if params.seed is None:
-        return [params] * n
-    return [replace(params, seed=(params.seed + i) % MAX_SEED) for i in range(n)]
 
 
 class Choices:
@@ -137,7 +162,7 @@ class Choices:
         requests = [
             GenerationRequest(prompt, one, body.ddtree)
             for prompt in prompts
-            for one in seeded(params, self._n)
+            for one in schemas.seeded(params, self._n)
         ]
         self.first_tokens = [request.prompt[0] for request in requests]
         self._results: list[Result | None] = [None] * len(requests)

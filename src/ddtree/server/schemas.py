@@ -5,6 +5,7 @@ Unknown fields are ignored, unless they would change the answer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -299,6 +300,13 @@ def sampling_params(
         prompt_logprobs=logprobs if echo else None,
         **fields,
     )
+
+
+def seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """Return parameters for n answers to one prompt: the first has the given seed, the others those after it."""
+    if params.seed is None:
+        return [params] * n
+    return [replace(params, seed=(params.seed + i) % MAX_SEED) for i in range(n)]
 
 
 def requested_logprobs(request: GenerationFields) -> int | None:

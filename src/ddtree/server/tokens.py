@@ -73,6 +73,15 @@ def _message(message: ChatMessage, place: str) -> dict[str, Any]:
     return {**more, "role": message.role, "content": content}
 
 
+def as_text(tokenizer: Any, prompt: str | list[int]) -> str:
+    """Return a prompt as text, special tokens included; token ids are "" without a tokenizer."""
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        return ""
+    return str(tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 # The byte of each character of byte-level vocabularies.
 _BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
 
