@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 import talker
 import tiny
 from ddtree.drafters import DraftRow, loading
-from ddtree.drafters.dflash import checkpoint
+from ddtree.drafters.dflash import DFlash, checkpoint
 from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.head_checkpoint import read_published, write_head
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash

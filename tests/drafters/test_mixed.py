@@ -9,8 +9,8 @@ import torch
 import tiny
 import wellformed
 from ddtree.drafters import DraftRow, mixed
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
 from ddtree.drafters.mixed import Mixed
 from ddtree.drafters.ngram import Lookup, TextIndex, backoff

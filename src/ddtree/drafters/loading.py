@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.drafters import Drafter, parts_of
-from ddtree.drafters.dflash import checkpoint
+from ddtree.drafters.dflash import DFlash, checkpoint
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
+from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint, backbone_of
 from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.drafter import DFlash, backbone_of
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.head_checkpoint import incompatibilities, is_head, read_head
 from ddtree.drafters.dflash.heads import DominoHead, Head

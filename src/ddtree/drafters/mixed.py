@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ddtree.drafters import Drafter, DraftRow
-from ddtree.drafters.dflash.drafter import DFlash
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.lazy_tree import Children, LazyTree, PathModel, batched, grow_lazily
 from ddtree.drafters.merged import Merged, within_reach
 from ddtree.drafters.ngram import Lookup, NgramProposals, NgramState
