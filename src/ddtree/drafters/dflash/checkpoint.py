@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.config_formats import Layout, parse, z_lab_config
+from ddtree.drafters.dflash.head_checkpoint import incompatibilities as head_incompatibilities
 from ddtree.drafters.dflash.head_checkpoint import owner_of, read_published
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet
@@ -172,8 +173,7 @@ def incompatibilities(checkpoint: DFlashCheckpoint, target: FittedTarget) -> lis
 
 def check(checkpoint: DFlashCheckpoint, target: FittedTarget) -> None:
     """Raise CheckpointError, with all reasons, unless a drafter fits a target."""
-    found = incompatibilities(checkpoint, target)
-    if found:
+    if found := incompatibilities(checkpoint, target):
         raise CheckpointError(
             f"{checkpoint.folder} does not fit the target: {'; '.join(found)}. Name a drafter made for this target"
         )
@@ -276,19 +276,15 @@ def _draft_ids(folder: Path, layout: Layout, offsets: Tensor | None) -> Tensor |
     return None if torch.equal(ids, torch.arange(vocab)) else ids
 
 
-def _check_parts(checkpoint: DFlashCheckpoint) -> None:
+def _check_parts(found: DFlashCheckpoint) -> None:
     """Raise CheckpointError unless the parts beside the network fit it."""
-    config, size = checkpoint.config, checkpoint.size
-    if checkpoint.head is not None:
-        check_shape("lm_head.weight", checkpoint.head, (size, config.hidden_size))
-    if checkpoint.embedding is not None:
-        check_shape("embed_tokens.weight", checkpoint.embedding, (config.vocab_size, config.hidden_size))
-    if checkpoint.correction is not None:
-        found = head_incompatibilities(checkpoint.correction, *checkpoint.head_sizes)
-        if found:
-            raise CheckpointError(
-                f"its {checkpoint.correction.kind} head does not fit: {'; '.join(found)}; {REMEDY}"
-            )
+    hidden, size, vocab = found.head_sizes
+    for name, tensor, rows in (("lm_head", found.head, size), ("embed_tokens", found.embedding, vocab)):
+        if tensor is not None:
+            check_shape(f"{name}.weight", tensor, (rows, hidden))
+    head = found.correction
+    if head is not None and (reasons := head_incompatibilities(head, *found.head_sizes)):
+        raise CheckpointError(f"its {head.kind} head does not fit: {'; '.join(reasons)}; {REMEDY}")
 
 
 def backbone_of(found: DFlashCheckpoint, target: Target) -> Backbone:
