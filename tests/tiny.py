@@ -118,8 +118,7 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
     from ddtree.drafters.dflash.backbone import Backbone
     from ddtree.drafters.dflash.d2sd import D2SD
     from ddtree.drafters.draft_model import DraftModel
-    from ddtree.drafters.merged import Merged
-    from ddtree.drafters.mixed import Mixed
+    from ddtree.drafters.merged import Merged, Mixed
     from ddtree.drafters.ngram import Lookup
     from ddtree.model.target import Target
 

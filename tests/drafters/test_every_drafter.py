@@ -16,8 +16,7 @@ from ddtree.drafters.dflash.domino import Domino
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.heads import create
 from ddtree.drafters.draft_model import DraftModel
-from ddtree.drafters.merged import Merged
-from ddtree.drafters.mixed import Mixed
+from ddtree.drafters.merged import Merged, Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise

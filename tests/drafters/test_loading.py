@@ -15,7 +15,7 @@ from ddtree.drafters.dflash.domino import Domino
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.head_checkpoint import read_published, write_head
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash
-from ddtree.drafters.mixed import Mixed
+from ddtree.drafters.merged import Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.drafters.ngram_builder import build_table
 from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError

@@ -8,11 +8,10 @@ import torch
 
 import tiny
 import wellformed
-from ddtree.drafters import DraftRow, mixed
+from ddtree.drafters import DraftRow, merged
 from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.merged import Merged
-from ddtree.drafters.mixed import Mixed
+from ddtree.drafters.merged import Merged, Mixed
 from ddtree.drafters.ngram import Lookup, TextIndex, backoff
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
@@ -24,7 +23,7 @@ DEPTH, WEIGHT = 5, 0.75
 
 @pytest.fixture(autouse=True)
 def the_whole_vocabulary_is_looked_at(monkeypatch):
-    monkeypatch.setattr(mixed, "_LEAST", tiny.VOCAB)
+    monkeypatch.setattr(merged, "_LEAST", tiny.VOCAB)
 
 
 @pytest.fixture(scope="module")

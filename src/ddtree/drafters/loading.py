@@ -18,8 +18,7 @@ from ddtree.drafters.dflash.head_checkpoint import incompatibilities, is_head, r
 from ddtree.drafters.dflash.heads import DominoHead, Head
 from ddtree.drafters.dflash.weight_files import locate
 from ddtree.drafters.draft_model import DraftModel
-from ddtree.drafters.merged import Merged
-from ddtree.drafters.mixed import Mixed
+from ddtree.drafters.merged import Merged, Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
