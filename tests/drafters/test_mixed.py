@@ -174,7 +174,7 @@ def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
 
     rows = [request(1, length=20, budget=9), request(2, length=11, budget=14)]
     drafter = Mixed(Foreign(dflash(target)) if foreign else dflash(target), Lookup())
-    alone = {part.name: draft(part, *rows) for part in (dflash(target, name=drafter.network.name), Lookup())}
+    alone = {drafter.network.name: draft(dflash(target), *rows), "lookup": draft(Lookup(), *rows)}
     inner, drafter.drop_row = drafter.drop_row, lambda row: None
     draft(drafter, *rows)
     for row in rows:
