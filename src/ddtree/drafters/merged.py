@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from heapq import merge as merge_sorted
 from itertools import islice
 from operator import itemgetter
 
@@ -296,6 +295,20 @@ class _Mix:
         rest = 1 - self._weight * sum(seen.values())
         mixed = [(token, self._weight * own + rest * known.get(token, 0.0)) for token, own in seen.items()]
         mixed.sort(key=itemgetter(1), reverse=True)
-        others = ((token, chance * rest) for token, chance in known.items() if token not in seen)
-        # Both are best first, and of equal ones those of the mix come first.
-        return merge_sorted(mixed, others if rest > 0 else (), key=itemgetter(1), reverse=True)
+        return _interleaved(mixed, known if rest > 0 else {}, rest, seen)
+
+
+def _interleaved(
+    mixed: list[tuple[int, float]], known: dict[int, float], rest: float, seen: dict[int, float]
+) -> Children:
+    """Yield `mixed` and, times `rest`, those of `known` that are not in it, best first."""
+    place = 0
+    for token, chance in known.items():
+        if token in seen:
+            continue
+        chance *= rest
+        while place < len(mixed) and mixed[place][1] >= chance:
+            yield mixed[place]
+            place += 1
+        yield token, chance
+    yield from mixed[place:]

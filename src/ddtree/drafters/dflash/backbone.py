@@ -126,11 +126,13 @@ class Backbone:
         self._read(0, rows)
         tokens = torch.full((rows, blocks, size), config.mask_token_id, device=self.device)
         tokens[:, :, :given] = known
-        masked = torch.arange(size, device=self.device) >= (given if counts is None else counts[..., None])
         if counts is not None:
+            masked = torch.arange(size, device=self.device) >= counts[..., None]
             tokens.masked_fill_(masked, config.mask_token_id)
         slots = self.network.embed(self._embedding, tokens)
-        if self._mask_embedding is not None:
+        if self._mask_embedding is not None and counts is None:
+            slots[:, :, given:] = self._mask_embedding
+        elif self._mask_embedding is not None:
             slots = torch.where(masked[..., None], self._mask_embedding, slots)
         positions = self._positions(0, rows, size)
         if blocks > 1:
