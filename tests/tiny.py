@@ -114,12 +114,11 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
     """A drafter for a tiny model: "chain" or "tree" (DFlash, random), "lookup", "draft" (the model itself, with its
     weights shaken), "markov", "treeflash" or "domino" (random heads on DFlash), "d2sd" (DFlash twice), "continuity"
     (DFlash mixed with lookup), or "merged" (DFlash, lookup and the draft model)."""
+    from ddtree.drafters.dflash import DFlash
     from ddtree.drafters.dflash.backbone import Backbone
     from ddtree.drafters.dflash.d2sd import D2SD
-    from ddtree.drafters.dflash.drafter import DFlash
     from ddtree.drafters.draft_model import DraftModel
-    from ddtree.drafters.merged import Merged
-    from ddtree.drafters.mixed import Mixed
+    from ddtree.drafters.merged import Merged, Mixed
     from ddtree.drafters.ngram import Lookup
     from ddtree.model.target import Target
 

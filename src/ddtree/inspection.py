@@ -215,7 +215,7 @@ def read_drafter(name: str) -> DrafterFacts:
     if network is not None and is_head(network):
         head, backbone, coupling = read_head(network)
         found.network = checkpoint.read(backbone, heads=True)
-        reasons = head_incompatibilities(head, *loading.sizes(found.network))
+        reasons = head_incompatibilities(head, *found.network.head_sizes)
         if reasons:
             raise CheckpointError(f"{name} does not fit its backbone {backbone}: {'; '.join(reasons)}")
         found.facts += [*_network(found.network), _head(head), ("noise", _coupling(coupling))]

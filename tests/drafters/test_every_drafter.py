@@ -9,15 +9,14 @@ import torch
 import tiny
 import wellformed
 from ddtree.drafters import DraftRow
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.heads import create
 from ddtree.drafters.draft_model import DraftModel
-from ddtree.drafters.merged import Merged
-from ddtree.drafters.mixed import Mixed
+from ddtree.drafters.merged import Merged, Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise

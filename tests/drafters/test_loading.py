@@ -9,14 +9,13 @@ from safetensors.torch import load_file, save_file
 import talker
 import tiny
 from ddtree.drafters import DraftRow, loading
-from ddtree.drafters.dflash import checkpoint
+from ddtree.drafters.dflash import DFlash, checkpoint
 from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.head_checkpoint import read_published, write_head
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash
-from ddtree.drafters.mixed import Mixed
+from ddtree.drafters.merged import Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.drafters.ngram_builder import build_table
 from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError

@@ -8,11 +8,10 @@ import torch
 
 import tiny
 import wellformed
-from ddtree.drafters import DraftRow, mixed
+from ddtree.drafters import DraftRow, merged
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.drafter import DFlash
-from ddtree.drafters.merged import Merged
-from ddtree.drafters.mixed import Mixed
+from ddtree.drafters.merged import Merged, Mixed
 from ddtree.drafters.ngram import Lookup, TextIndex, backoff
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
@@ -24,7 +23,7 @@ DEPTH, WEIGHT = 5, 0.75
 
 @pytest.fixture(autouse=True)
 def the_whole_vocabulary_is_looked_at(monkeypatch):
-    monkeypatch.setattr(mixed, "_LEAST", tiny.VOCAB)
+    monkeypatch.setattr(merged, "_LEAST", tiny.VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +174,7 @@ def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
 
     rows = [request(1, length=20, budget=9), request(2, length=11, budget=14)]
     drafter = Mixed(Foreign(dflash(target)) if foreign else dflash(target), Lookup())
-    alone = {part.name: draft(part, *rows) for part in (dflash(target, name=drafter.network.name), Lookup())}
+    alone = {drafter.network.name: draft(dflash(target), *rows), "lookup": draft(Lookup(), *rows)}
     inner, drafter.drop_row = drafter.drop_row, lambda row: None
     draft(drafter, *rows)
     for row in rows:

@@ -51,6 +51,13 @@ class DraftRow:
         return self.members is None or drafter.name in self.members
 
 
+def keep_chains(scores: Tensor, rows: list[DraftRow]) -> None:
+    """Leave rows that want a chain the first child alone, of each place of scores [R, ..., C]."""
+    for index, row in enumerate(rows):
+        if row.chain:
+            scores[index, ..., 1:] = float("-inf")
+
+
 class Drafter(Protocol):
     """Proposes draft trees. Rows follow the target's cache: packed, and the last row takes the place of a dropped one.
 

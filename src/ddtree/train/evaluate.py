@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from ddtree.drafters import Drafter, DraftRow
-from ddtree.drafters.dflash.checkpoint import read
+from ddtree.drafters.dflash.checkpoint import backbone_of, read
 from ddtree.drafters.dflash.d2sd import D2SD
-from ddtree.drafters.dflash.drafter import backbone_of
 from ddtree.drafters.dflash.heads import KINDS
 from ddtree.drafters.loading import NGRAMS as TABLE_PART
 from ddtree.drafters.loading import load_drafter

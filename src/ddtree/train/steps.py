@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.checkpoint import read, write
+from ddtree.drafters.dflash.checkpoint import backbone_of, read, write
 from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.drafter import DFlash, backbone_of
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.head_checkpoint import write_head
 from ddtree.drafters.dflash.heads import KINDS
