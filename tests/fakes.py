@@ -33,7 +33,7 @@ def said(text, reason="stop"):
 class FakeWorker:
     """Answers with `script(handle, index)`: an iterable of deltas, sent by another thread.
 
-    A handle has the `prompt`, `params`, `drafting` and `text` of its request, and `send(delta)`.
+    A handle has the `prompt`, `params` and `drafting` of its request, and `send(delta)`.
     """
 
     def __init__(self, **limits):
@@ -104,6 +104,12 @@ def served(worker, **options):
     """The address of a server; see `running`."""
     with running(worker, **options) as (_, _, address):
         yield address
+
+
+def ready(worker, seconds=300.0):
+    """Wait until an engine thread has measured its rounds, or failed to; it must make answers then."""
+    eventually(lambda: worker.health["status"] != "starting", seconds)
+    assert worker.health["ready"]
 
 
 def eventually(holds, seconds=10.0):

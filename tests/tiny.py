@@ -114,12 +114,11 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
     """A drafter for a tiny model: "chain" or "tree" (DFlash, random), "lookup", "draft" (the model itself, with its
     weights shaken), "markov", "treeflash" or "domino" (random heads on DFlash), "d2sd" (DFlash twice), "continuity"
     (DFlash mixed with lookup), or "merged" (DFlash, lookup and the draft model)."""
+    from ddtree.drafters.dflash import DFlash
     from ddtree.drafters.dflash.backbone import Backbone
     from ddtree.drafters.dflash.d2sd import D2SD
-    from ddtree.drafters.dflash.drafter import DFlash
     from ddtree.drafters.draft_model import DraftModel
-    from ddtree.drafters.merged import Merged
-    from ddtree.drafters.mixed import Continuity
+    from ddtree.drafters.merged import Merged, Mixed
     from ddtree.drafters.ngram import Lookup
     from ddtree.model.target import Target
 
@@ -141,7 +140,7 @@ def drafter(kind: str, target_model: Any, coupled: bool = False) -> Any:
     if kind == "d2sd":
         return D2SD(Backbone(network(target_model), target), branches=3, coupling=coupling)
     if kind == "continuity":
-        return Continuity(*(drafter(part, target_model, coupled) for part in ("tree", "lookup")))
+        return Mixed(*(drafter(part, target_model, coupled) for part in ("tree", "lookup")))
     if kind == "merged":
         return Merged([drafter(part, target_model, coupled) for part in ("tree", "lookup", "draft")])
     return DFlash(Backbone(network(target_model), target), coupling=coupling)

@@ -1,4 +1,4 @@
-"""The Python interface: `load` a target with its drafter, then `generate` or `stream`."""
+"""Load a target with its drafter, then generate or stream: the Python interface."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ddtree.validation import check_whole, did_you_mean
 __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
 
 MAX_TOKENS = 512
-"""Most tokens of an answer where nothing else is said."""
+"""Most tokens of an answer by default."""
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -52,7 +52,7 @@ def load(
     cache_bytes: int | None = None,
     prefix_bytes: int = 0,
 ) -> Model:
-    """Load a target and what drafts for it.
+    """Load a target and its drafter.
 
     Args:
         target: "demo", a checkpoint's folder, a Hugging Face hub id, or a loaded transformers model.
@@ -74,16 +74,15 @@ def load(
             With "auto" or "none" such a target is decoded autoregressively.
         ConfigError: an argument is out of range.
     """
-    for name, value in (
-        ("max_rows", max_rows),
-        ("prefill_chunk", prefill_chunk),
-        ("prefix_bytes", prefix_bytes),
-    ):
-        check_whole(name, value)
-    if cache_bytes is not None:
-        check_whole("cache_bytes", cache_bytes)
-    if max_context is not None:
-        check_whole("max_context", max_context)
+    bounds: dict[str, Any] = {
+        "max_rows": max_rows,
+        "prefill_chunk": prefill_chunk,
+        "cache_bytes": cache_bytes,
+        "prefix_bytes": prefix_bytes,
+    }
+    for name, value in {**bounds, "max_context": max_context}.items():
+        if value is not None or name not in ("cache_bytes", "max_context"):
+            check_whole(name, value)
     if isinstance(target, torch.nn.Module):
         if device is not None or dtype is not None:
             raise ConfigError(
@@ -95,12 +94,6 @@ def load(
         model, own = load_causal_lm(target, device, dtype)
         tokenizer = tokenizer or own
     automatic = isinstance(drafter, str) and drafter == "auto"
-    bounds: dict[str, Any] = {
-        "max_rows": max_rows,
-        "prefill_chunk": prefill_chunk,
-        "cache_bytes": cache_bytes,
-        "prefix_bytes": prefix_bytes,
-    }
     plain = drafter is None or (isinstance(drafter, str) and drafter == "none")
     try:
         verifier = Target(model, tokenizer, max_context=max_context)
@@ -138,7 +131,7 @@ class Model:
     def encode(
         self, prompt: Prompt, *, chat: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """The token ids of a prompt, as `generate` makes them. Raises PromptError."""
+        """Return the token ids of a prompt, as `generate` makes them. Raises PromptError."""
         return prompts.encode(self.tokenizer, prompt, chat=chat, template_kwargs=chat_template_kwargs)
 
     @overload
@@ -229,9 +222,10 @@ class Model:
         return Stream(self, self._add(ids, chosen, method, budget, depth))
 
     def step(self) -> None:
-        """Take one step of the engine, and with it of every answer on its way; whatever it raises ends them all.
+        """Take one step of the engine for all running answers. An exception ends them all.
 
-        Raises CacheMemoryError where the device has run out of memory.
+        Raises:
+            CacheMemoryError: the device has run out of memory.
         """
         with self._lock:
             try:
@@ -251,9 +245,9 @@ class Model:
             self.engine.cancel(sequence)
 
     def renew(self) -> None:
-        """Put a fresh engine in the place of one that broke: a row could not be freed.
+        """Replace an engine that broke, because a row could not be freed, by a fresh one.
 
-        It drafts no more where the drafter's rows cannot be freed either.
+        The new one does not draft if the drafter's rows cannot be freed either.
 
         Raises:
             ConfigError: the model is closed.
@@ -268,9 +262,9 @@ class Model:
             self.engine.policy = old.policy if drafter is old.drafter else None
 
     def close(self) -> None:
-        """Cancel what runs and take our hooks off the target's model; it can no longer be used through this.
+        """Cancel all answers and take our hooks off the target's model; this object can no longer be used.
 
-        What "auto" has learnt of the drafter's acceptance is kept in the user's cache for the next time.
+        The acceptance that "auto" has learnt is kept in the user's cache for the next time.
         """
         with self._lock:
             if self.engine.policy is not None and not self._closed:
@@ -332,7 +326,7 @@ class Model:
             return self.engine.add(ids, params, method=method, budget=budget, depth=depth, text=text)
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer | None:
-        """What makes text of an answer's tokens, and finds its stop strings; None without a tokenizer."""
+        """Make the object that turns an answer's tokens into text and finds stop strings; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return Detokenizer(
@@ -344,7 +338,7 @@ class Model:
         )
 
     def decided(self, method: AutoMethod, budget: AutoBudget) -> tuple[AutoMethod, AutoBudget]:
-        """The method and budget to ask the engine for: "auto" stands for fixed ones where nothing can decide."""
+        """Return the method and budget to ask the engine for: fixed ones for "auto" where nothing can decide."""
         if method == "off" or budget == 0:
             return "off", 0
         if "auto" in (method, budget) and not self.prepare():
@@ -352,9 +346,9 @@ class Model:
         return method, budget
 
     def prepare(self) -> bool:
-        """Whether "auto" can decide; makes it able to, for which this machine may have to be measured first.
+        """Make "auto" able to decide, and return whether it is; this machine may have to be measured first.
 
-        That cannot be done while sequences are running, nor where there is no room for it.
+        Nothing can be measured while sequences are running, nor where the context or memory is too small.
         """
         with self._lock:
             return self._prepare()
@@ -379,7 +373,7 @@ class Model:
 
 
 class Stream(Iterator[Piece]):
-    """The pieces of one answer. Closing it early, or dropping it, cancels the rest and frees its row."""
+    """Yields the pieces of one answer. Closing it early, or dropping it, cancels the rest and frees its row."""
 
     def __init__(self, model: Model, sequence: Sequence) -> None:
         self._result: Result | None = None
@@ -403,7 +397,7 @@ class Stream(Iterator[Piece]):
         raise StopIteration
 
     def close(self) -> None:
-        """Cancel what is left of the answer; nothing happens when it has ended."""
+        """Cancel the rest of the answer; nothing happens when it has ended."""
         if self._result is None:
             self._model.cancel(self._sequence)
             self._result = Result.of(self._sequence)
@@ -438,7 +432,7 @@ class Stream(Iterator[Piece]):
 
 
 def _automatic(target: Any) -> DrafterSpec:
-    """What drafts where nothing was named."""
+    """Return the drafter to load where none was named."""
     if isinstance(target, str) and target == DEMO:
         try:
             demo_drafter()
@@ -449,7 +443,7 @@ def _automatic(target: Any) -> DrafterSpec:
 
 
 def _cleared(drafter: Drafter | None, rows: int) -> bool:
-    """Free all rows of a drafter that may hold some; returns whether that could be done."""
+    """Free all rows of a drafter; return whether that could be done."""
     for part in parts_of(drafter):
         try:
             for _ in range(rows + 1):

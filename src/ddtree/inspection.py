@@ -19,8 +19,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from ddtree.drafters import loading
 from ddtree.drafters.dflash import checkpoint
 from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
+from ddtree.drafters.dflash.head_checkpoint import incompatibilities as head_incompatibilities
 from ddtree.drafters.dflash.head_checkpoint import is_head, read_head
-from ddtree.drafters.dflash.head_checkpoint import misfits as head_misfits
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.draft_model import check_vocabulary
 from ddtree.drafters.ngram_table import NgramTable
@@ -215,7 +215,7 @@ def read_drafter(name: str) -> DrafterFacts:
         else:
             loading.refuse_language_model(name, network)
         found.network = checkpoint.read(backbone, heads=True)
-        if head is not None and (reasons := head_misfits(head, *loading.sizes(found.network))):
+        if head is not None and (reasons := head_incompatibilities(head, *found.network.head_sizes)):
             raise CheckpointError(f"{name} does not fit its backbone {backbone}: {'; '.join(reasons)}")
         head = head or found.network.correction
         found.facts += _network(found.network, coupling or found.network.layout.coupling, head)
@@ -261,7 +261,7 @@ def _coupling(fitted: tuple[float, float]) -> str:
 def _incompatibilities(target: TargetFacts, drafter: DrafterFacts) -> list[str]:
     found = [f"{target.no_tree}: draft trees cannot be verified on the target"] if target.no_tree else []
     if drafter.network is not None:
-        found += checkpoint.misfits(drafter.network, target)
+        found += checkpoint.incompatibilities(drafter.network, target)
     if drafter.table is not None and drafter.table.vocab_size > target.vocab_size:
         largest = drafter.table.vocab_size - 1
         found.append(

@@ -119,7 +119,7 @@ def address():
     )  # fmt: skip
     service = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
     service.start()
-    assert service.wait_ready(60)
+    fakes.ready(service)
     with loaded, fakes.served(service) as address:
         yield address
 

@@ -334,7 +334,7 @@ def test_all_reasons_are_named_at_once(tmp_path, target, network):
         network.config, hidden_size=16, target_layer_ids=(1, 4), num_target_layers=None, vocab_size=50
     )
     written = checkpoint.write(tmp_path, DFlashNet(config))
-    assert checkpoint.misfits(checkpoint.read(written), target) == [
+    assert checkpoint.incompatibilities(checkpoint.read(written), target) == [
         "hidden size 16 is not the target's 32, its features' and head's",
         "feature layers [4] are beyond the target's layers 0..1",
         "vocabulary of 50 tokens is not the target's 48",

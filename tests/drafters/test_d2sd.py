@@ -9,9 +9,9 @@ import torch
 import tiny
 import wellformed
 from ddtree.drafters import DraftRow
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.d2sd import D2SD
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise, couple

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 import tiny
 from ddtree.drafters import DraftRow
-from ddtree.drafters.dflash import checkpoint
+from ddtree.drafters.dflash import DFlash, checkpoint
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.drafters.loading import load_drafter
 from ddtree.engine.engine import Engine

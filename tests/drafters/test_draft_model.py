@@ -192,12 +192,12 @@ def test_a_row_is_left_out_until_its_text_is_processed_and_drafted_as_ever_then(
     sizes = processed(drafter, monkeypatch)
     for left in (39, 19):
         tree = drafter.draft([ready, late], Clock())
-        assert (sizes, drafter.behind, len(drafter._backlog[1])) == ([20], [1], left)
+        assert (sizes, drafter.lagging_rows, len(drafter._backlog[1])) == ([20], [1], left)
         assert tree.sizes == [16, 1]
         assert scored(tree) == pytest.approx(scored(draft(drafter_for(LLAMA), ready)), abs=1e-4)
         sizes.clear()
     tree = drafter.draft([ready, late], Clock())
-    assert (sizes, drafter.behind) == ([19], [])
+    assert (sizes, drafter.lagging_rows) == ([19], [])
     assert scored(tree, 1) == pytest.approx(scored(draft(drafter_for(LLAMA), late)), abs=1e-4)
 
 
@@ -206,7 +206,7 @@ def test_texts_are_processed_at_once_where_no_other_row_waits(monkeypatch):
     drafter = opened(drafter_for(LLAMA, chunk=20), *rows)
     sizes, clock = processed(drafter, monkeypatch), Clock()
     tree = drafter.draft(rows, clock)
-    assert (sizes, drafter.behind, tree.sizes) == ([20, 20, 19, 20, 20, 4], [], [16, 16])
+    assert (sizes, drafter.lagging_rows, tree.sizes) == ([20, 20, 19, 20, 20, 4], [], [16, 16])
     assert clock.seconds["prefill"] > 0
 
 
@@ -215,7 +215,7 @@ def test_rows_that_are_not_drafted_for_wait_as_well(monkeypatch):
     drafter = opened(drafter_for(LLAMA, chunk=20), off, late)
     sizes = processed(drafter, monkeypatch)
     drafter.draft([off, late], Clock())
-    assert (sizes, drafter.behind) == ([20], [1])
+    assert (sizes, drafter.lagging_rows) == ([20], [1])
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

@@ -9,10 +9,9 @@ import torch
 import tiny
 import wellformed
 from ddtree.drafters import DraftRow
-from ddtree.drafters.dflash import first_order
+from ddtree.drafters.dflash import DFlash, first_order
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash
 from ddtree.engine.engine import Engine

@@ -9,7 +9,13 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.head_checkpoint import is_head, misfits, read_head, read_published, write_head
+from ddtree.drafters.dflash.head_checkpoint import (
+    incompatibilities,
+    is_head,
+    read_head,
+    read_published,
+    write_head,
+)
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash, create
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
@@ -328,10 +334,10 @@ def test_storage_in_an_unknown_dtype_is_refused(tmp_path):
 
 def test_a_head_of_another_backbone_is_told_what_differs():
     small, whole, flash = (head_of(form) for form in ("small markov", "confident markov", "treeflash"))
-    assert misfits(whole, H, len(KEPT), V) == []
-    assert misfits(small, 64, 9, 50) == ["size 8 is not the draft vocabulary's size 9"]
-    assert len(misfits(whole, 64, 9, 50)) == 3
-    assert misfits(flash, 64, 8, 48) == ["hidden_size 32 is not the backbone's hidden size 64"]
+    assert incompatibilities(whole, H, len(KEPT), V) == []
+    assert incompatibilities(small, 64, 9, 50) == ["size 8 is not the draft vocabulary's size 9"]
+    assert len(incompatibilities(whole, 64, 9, 50)) == 3
+    assert incompatibilities(flash, 64, 8, 48) == ["hidden_size 32 is not the backbone's hidden size 64"]
 
 
 # Published files

@@ -9,14 +9,13 @@ from safetensors.torch import load_file, save_file
 import talker
 import tiny
 from ddtree.drafters import DraftRow, loading
-from ddtree.drafters.dflash import checkpoint
+from ddtree.drafters.dflash import DFlash, checkpoint
 from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.head_checkpoint import read_published, write_head
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash
-from ddtree.drafters.mixed import Continuity
+from ddtree.drafters.merged import Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.drafters.ngram_builder import build_table
 from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -69,7 +68,7 @@ def test_a_folder_of_a_checkpoint_is_its_network_with_its_coupling(target, netwo
 
 def test_an_exported_folder_is_network_and_table_mixed(target, folder):
     drafter = loading.load_drafter(folder, target)
-    assert isinstance(drafter, Continuity) and drafter.name == "dflash+lookup"
+    assert isinstance(drafter, Mixed) and drafter.name == "dflash+lookup"
     assert drafter.drafters[1].table is not None
 
 

@@ -8,11 +8,10 @@ import torch
 
 import tiny
 import wellformed
-from ddtree.drafters import DraftRow, mixed
+from ddtree.drafters import DraftRow, merged
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.drafter import DFlash
-from ddtree.drafters.merged import Merged
-from ddtree.drafters.mixed import Continuity
+from ddtree.drafters.merged import Merged, Mixed
 from ddtree.drafters.ngram import Lookup, TextIndex, backoff
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
@@ -24,7 +23,7 @@ DEPTH, WEIGHT = 5, 0.75
 
 @pytest.fixture(autouse=True)
 def the_whole_vocabulary_is_looked_at(monkeypatch):
-    monkeypatch.setattr(mixed, "_LEAST", tiny.VOCAB)
+    monkeypatch.setattr(merged, "_LEAST", tiny.VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,7 @@ def oracle(row, likely, weight=WEIGHT, levels=DEPTH):
 @pytest.mark.parametrize("weight", [0.3, 0.75, 1.0])
 def test_the_tree_is_the_best_under_the_mix(target, seed, weight):
     row = request(seed)
-    tree = draft(Continuity(dflash(target), Lookup(), weight=weight), row)
+    tree = draft(Mixed(dflash(target), Lookup(), weight=weight), row)
     drafter = dflash(target)
     drafter.add_row()
     drafter.observe(0, [], torch.randn(39, 64, generator=torch.Generator().manual_seed(sum(row.tokens))))
@@ -119,7 +118,7 @@ def test_the_tree_is_the_best_under_the_mix(target, seed, weight):
 @pytest.mark.parametrize("seed", range(3))
 def test_another_drafters_probabilities_are_those_of_its_tree(target, seed):
     row = request(seed)
-    tree = draft(Continuity(Foreign(dflash(target)), Lookup()), row)
+    tree = draft(Mixed(Foreign(dflash(target)), Lookup()), row)
     inside = conditional(draft(dflash(target), replace(row, budget=2 * row.budget)))
     expected = oracle(row, lambda path: inside.get(path, {}))
     assert list(scored(tree).values()) == pytest.approx(list(expected.values()), abs=1e-4)
@@ -129,41 +128,41 @@ def test_where_n_grams_know_nothing_the_tree_is_the_networks(target):
     row, others = DraftRow(list(range(3, 20)), 20, DEPTH), torch.arange(20, tiny.VOCAB)
     alone = draft(dflash(target, others), row)
     for network in (dflash(target, others), Foreign(dflash(target, others))):
-        assert scored(draft(Continuity(network, Lookup()), row)) == pytest.approx(scored(alone), abs=1e-5)
+        assert scored(draft(Mixed(network, Lookup()), row)) == pytest.approx(scored(alone), abs=1e-5)
 
 
 def test_beyond_the_networks_depth_n_grams_go_on(target):
     span = list(range(4, 30))
     row = DraftRow([*span, 1, 2, *span, 1, 2, *span[:5]], 60, 12)
-    tree = draft(Continuity(dflash(target), Lookup()), row)
+    tree = draft(Mixed(dflash(target), Lookup()), row)
     assert tuple(span[5:17]) in scored(tree)
 
 
 def test_probabilities_of_siblings_do_not_exceed_one(target):
     row = request(1, budget=1024)
     for network in (dflash(target), Foreign(dflash(target))):
-        for children in conditional(draft(Continuity(network, Lookup()), row)).values():
+        for children in conditional(draft(Mixed(network, Lookup()), row)).values():
             assert sum(children.values()) <= 1 + 1e-5
 
 
 def test_rows_may_name_the_parts_that_draft_for_them(target):
     row = request(2)
     network, lookup = draft(dflash(target), row), draft(Lookup(), row)
-    both = draft(Continuity(dflash(target), Lookup()), row)
+    both = draft(Mixed(dflash(target), Lookup()), row)
     assert len({tuple(scored(tree)) for tree in (network, lookup, both)}) == 3
     rows = [
         replace(row, members=members) for members in (("dflash",), ("lookup",), ("dflash", "lookup"), None)
     ]
     for batch in ([own] for own in rows[:2]), [rows]:
         for asked in batch:
-            tree = draft(Continuity(dflash(target), Lookup()), *asked)
+            tree = draft(Mixed(dflash(target), Lookup()), *asked)
             for index, own in enumerate(asked):
                 expected = {("dflash",): network, ("lookup",): lookup}.get(own.members, both)
                 assert scored(tree, index) == pytest.approx(scored(expected), abs=1e-4)
 
 
 def test_drafters_that_draft_alone_are_told_as_merged_ones_are(target):
-    drafter, row = Continuity(dflash(target), Lookup()), request(2)
+    drafter, row = Mixed(dflash(target), Lookup()), request(2)
     assert isinstance(drafter, Merged) and drafter.name == "dflash+lookup"
     draft(drafter, replace(row, members=("lookup",)))
     assert [name for name, _ in drafter.proposals] == ["lookup"]
@@ -174,8 +173,8 @@ def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
     """They are those that the parts draft alone, also when the text has grown meanwhile."""
 
     rows = [request(1, length=20, budget=9), request(2, length=11, budget=14)]
-    drafter = Continuity(Foreign(dflash(target)) if foreign else dflash(target), Lookup())
-    alone = {part.name: draft(part, *rows) for part in (dflash(target, name=drafter.network.name), Lookup())}
+    drafter = Mixed(Foreign(dflash(target)) if foreign else dflash(target), Lookup())
+    alone = {drafter.network.name: draft(dflash(target), *rows), "lookup": draft(Lookup(), *rows)}
     inner, drafter.drop_row = drafter.drop_row, lambda row: None
     draft(drafter, *rows)
     for row in rows:
@@ -191,9 +190,9 @@ def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
 
 def test_a_chain_is_a_path_under_the_mix(target):
     row = request(3, budget=DEPTH, chain=True)
-    tree = draft(Continuity(dflash(target), Lookup()), row)
+    tree = draft(Mixed(dflash(target), Lookup()), row)
     assert len(scored(tree)) == DEPTH
-    wide = scored(draft(Continuity(dflash(target), Lookup()), replace(row, budget=200, chain=False)))
+    wide = scored(draft(Mixed(dflash(target), Lookup()), replace(row, budget=200, chain=False)))
     for path, score in scored(tree).items():
         siblings = [other for other in wide if other[:-1] == path[:-1]]
         assert score == pytest.approx(max(wide[other] for other in siblings), abs=1e-5)
@@ -201,13 +200,13 @@ def test_a_chain_is_a_path_under_the_mix(target):
 
 def test_nodes_below_the_floor_are_not_drafted(target):
     row = request(1, budget=40)
-    whole = scored(draft(Continuity(dflash(target), Lookup()), row))
+    whole = scored(draft(Mixed(dflash(target), Lookup()), row))
     floor = sum(sorted(set(whole.values()))[20:22]) / 2
-    cut = scored(draft(Continuity(dflash(target), Lookup()), replace(row, floor=floor)))
+    cut = scored(draft(Mixed(dflash(target), Lookup()), replace(row, floor=floor)))
     assert cut == {path: score for path, score in whole.items() if score >= floor}
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.1, math.nan])
 def test_a_weight_out_of_range_is_named(target, weight):
     with pytest.raises(ConfigError, match=r"weight=.* is not above 0 and at most 1"):
-        Continuity(dflash(target), Lookup(), weight=weight)
+        Mixed(dflash(target), Lookup(), weight=weight)

@@ -25,11 +25,11 @@ class Context:
 
 
 class Asked(Scripted):
-    """Keeps what it was asked, and lags behind for the rows in `behind`."""
+    """Keeps what it was asked, and lags behind for the rows in `lagging_rows`."""
 
-    def __init__(self, behind=()):
+    def __init__(self, lagging_rows=()):
         super().__init__([], reach=6)
-        self.behind, self.rows = list(behind), []
+        self.lagging_rows, self.rows = list(lagging_rows), []
 
     def draft(self, rows, clock):
         self.rows = rows
@@ -122,7 +122,7 @@ def test_the_drafter_is_not_asked_where_nothing_is_to_be_drafted():
 def test_the_policy_is_told_which_drafts_tell_of_the_drafter():
     policy, drafter = (
         Told(Choice(TREE, 4), Choice(TREE, 4), Choice(OFF, 0), Choice(TREE, 4)),
-        Asked(behind=[3]),
+        Asked(lagging_rows=[3]),
     )
     # The second one's draft is cut short by the end of its answer, the last one's text is not processed yet.
     rows = [
@@ -142,14 +142,14 @@ def test_a_row_without_room_for_a_node_says_nothing_of_the_drafter():
 
 
 def test_what_was_behind_in_another_round_says_nothing_of_one_without_drafts():
-    policy, drafter = Told(Choice(OFF, 0)), Asked(behind=[0])
+    policy, drafter = Told(Choice(OFF, 0)), Asked(lagging_rows=[0])
     planner(drafter, policy).plan([sequence(10, automatic())], most=99)
     assert policy.whole == [True]
 
 
 def test_a_part_that_is_behind_counts_among_several():
     policy = Told(*[Choice(TREE, 4)] * 2)
-    merged = Merged([Scripted([[*tiny.prompt(10), 7]] * 2), Asked(behind=[1])])
+    merged = Merged([Scripted([[*tiny.prompt(10), 7]] * 2), Asked(lagging_rows=[1])])
     for row in range(2):
         merged.add_row()
         merged.observe(row, tiny.prompt(10), None)

@@ -4,7 +4,7 @@ import pytest
 
 import reference
 import tiny
-from ddtree.drafters import holdings_of
+from ddtree.drafters import kv_footprints_of
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError, PromptError
 from ddtree.model.autoregressive import AutoregressiveTarget
@@ -29,7 +29,7 @@ def size(tensors):
 
 def kept(engine):
     """Bytes of the tensors that are kept of the tokens of an engine."""
-    caches = [engine._cache, *(holding.cache for holding in holdings_of(engine.drafter))]
+    caches = [engine._cache, *(footprint.cache for footprint in kv_footprints_of(engine.drafter))]
     features = [part for one in backbones(engine.drafter) for row in one._unread for part in row]
     if engine._scheduler.prefill is not None:
         caches.append(engine._scheduler.prefill.cache)
@@ -170,23 +170,23 @@ def test_what_is_counted_is_what_the_drafter_allocates(model, kind):
     engine.step()
     for _ in range(3):
         engine.step()
-    held = holdings_of(drafter)
+    held = kv_footprints_of(drafter)
     assert len(held) == {"merged": 2}.get(kind, 1)
-    for holding in held:
+    for footprint in held:
         # 30 + 40 tokens and all that is not committed lie within the first 256 columns, three rows among four.
-        assert holding.bytes(3, 70) - 3 * holding.row == size(holding.cache._stacks) == 4 * 256 * TOKEN
-        assert holding.cache.used_bytes == sum(holding.cache.lengths) * TOKEN > 0
+        assert footprint.bytes(3, 70) - 3 * footprint.row == size(footprint.cache._stacks) == 4 * 256 * TOKEN
+        assert footprint.cache.used_bytes == sum(footprint.cache.lengths) * TOKEN > 0
 
 
 def test_the_features_that_wait_for_a_block_are_counted(model):
     drafter = tiny.drafter("tree", model)
     engine = Engine(Target(model), drafter)
     engine.add(tiny.prompt(30), params(300), method="off")
-    (holding,), most = holdings_of(drafter), 0
+    (footprint,), most = kv_footprints_of(drafter), 0
     while not engine.idle:
         engine.step()
         most = max(most, sum(part.numel() * 4 for row in drafter.backbone._unread for part in row))
-    assert most == holding.row == 128 * FEATURES
+    assert most == footprint.row == 128 * FEATURES
 
 
 @pytest.mark.parametrize("kind", ["tree", "d2sd", "draft", "merged"])

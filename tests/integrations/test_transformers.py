@@ -428,3 +428,22 @@ def test_a_prompt_without_room_and_a_missing_drafter_are_named(model):
     with pytest.raises(CheckpointError, match="/no/such/drafter does not exist"):
         ours(model, RAGGED, max_new_tokens=5, drafter="/no/such/drafter")
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_an_argument_that_generate_drops_is_found_in_its_call():
+    found = []
+
+    def custom(model, input_ids, **_):
+        found.append(transformers_hook._dropped_argument("streamer"))
+        return input_ids
+
+    class Streamer:
+        def put(self, value):
+            pass
+
+    streamer = Streamer()
+    ids = torch.tensor([tiny.prompt(4)])
+    tiny.model().generate(ids, custom_generate=custom, streamer=streamer, max_new_tokens=2)
+    tiny.model().generate(ids, custom_generate=custom, max_new_tokens=2)
+    assert found == [streamer, None]
+    assert transformers_hook._dropped_argument("streamer") is None

@@ -24,22 +24,3 @@ def test_recurrent_models_have_a_name_too():
     output = model(torch.tensor([tiny.prompt(4)]), use_cache=True)
     assert compat.cache_argument(model) in compat.CACHE_NAMES
     assert compat.cache_of(output) is not None
-
-
-def test_an_argument_that_generate_drops_is_found_in_its_call():
-    found = []
-
-    def custom(model, input_ids, **_):
-        found.append(compat.dropped_argument("streamer"))
-        return input_ids
-
-    class Streamer:
-        def put(self, value):
-            pass
-
-    streamer = Streamer()
-    ids = torch.tensor([tiny.prompt(4)])
-    tiny.model().generate(ids, custom_generate=custom, streamer=streamer, max_new_tokens=2)
-    tiny.model().generate(ids, custom_generate=custom, max_new_tokens=2)
-    assert found == [streamer, None]
-    assert compat.dropped_argument("streamer") is None

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import tiny
-from ddtree.model.kv_cache import Holding, KVCache, token_bytes
+from ddtree.model.kv_cache import KVCache, KVFootprint, token_bytes
 from ddtree.model.target import Target
 
 # Two layers of keys and values, one head of 4 floats.
 TOKEN = 2 * 2 * 4 * 4
 
 
-def holding(**changes):
-    return Holding(
+def footprint(**changes):
+    return KVFootprint(
         **{"cache": KVCache(1000, 2), "measure": lambda: TOKEN, "spare": 10, "longest": 900, **changes}
     )
 
@@ -29,7 +29,7 @@ def fill(cache, rows, columns):
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (2, 246), (2, 247), (3, 300), (5, 600), (1, 900)])
 def test_bytes_are_those_of_buffers_that_grew_to_it(rows, tokens):
-    own = holding()
+    own = footprint()
     fill(own.cache, rows, tokens + own.spare)
     stored = sum(stack.untyped_storage().nbytes() for stack in own.cache._stacks)
     assert own.bytes(rows, tokens) == own.cache.reserved_bytes == stored
@@ -37,32 +37,32 @@ def test_bytes_are_those_of_buffers_that_grew_to_it(rows, tokens):
 
 
 def test_a_row_keeps_no_more_tokens_than_it_can_and_what_is_kept_beside_them():
-    assert holding(longest=40).bytes(1, 800) == holding().bytes(1, 40)
-    assert holding(row=7).bytes(3, 40) == holding().bytes(3, 40) + 3 * 7
+    assert footprint(longest=40).bytes(1, 800) == footprint().bytes(1, 40)
+    assert footprint(row=7).bytes(3, 40) == footprint().bytes(3, 40) + 3 * 7
 
 
 def test_the_size_of_a_token_is_asked_for_once():
     asked = []
-    own = holding(measure=lambda: asked.append(1) or TOKEN)
+    own = footprint(measure=lambda: asked.append(1) or TOKEN)
     assert not asked
     assert own.bytes(1, 1) < own.bytes(2, 1)
     assert len(asked) == 1
 
 
-def test_confined_buffers_grow_to_what_was_told():
-    own = holding()
+def test_shrunk_buffers_grow_to_what_was_told():
+    own = footprint()
     fill(own.cache, 1, 600)
     own.cache.drop_row(0)
-    own.confine(4, 100)
+    own.shrink_to(4, 100)
     fill(own.cache, 4, 110)
     assert own.cache.reserved_bytes == own.bytes(4, 100) == 4 * 256 * TOKEN
 
 
 def test_slack_leaves_the_buffers_alone():
-    own = holding()
+    own = footprint()
     fill(own.cache, 1, 600)
     own.cache.drop_row(0)
-    own.confine(1, 100, slack=800 * TOKEN)
+    own.shrink_to(1, 100, slack=800 * TOKEN)
     assert own.cache.capacity == 1000
 
 

@@ -10,8 +10,8 @@ import torch
 import ddtree
 import talker
 import tiny
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
 from ddtree.drafters.ngram import Lookup
 from ddtree.errors import ConfigError

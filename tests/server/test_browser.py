@@ -39,7 +39,7 @@ def served(model, **settings):
     """A worker, and the address that it is served at."""
     worker = EngineThread(model, name="tiny")
     worker.start()
-    assert worker.wait_ready(300)
+    fakes.ready(worker)
     with fakes.served(worker, grace=0.0, **settings) as address:
         yield worker, address
 

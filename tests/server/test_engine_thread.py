@@ -16,6 +16,7 @@ from ddtree.sampling.params import SamplingParams
 from ddtree.server.config import DraftSettings, ServerLimits
 from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import BusyError, ClosingError, EngineError, GenerationRequest, TimeoutReached
+from fakes import eventually, ready
 
 PATIENCE = 60
 
@@ -75,19 +76,12 @@ def nothing_is_left(worker):
         assert not engine.drafter._rows
 
 
-def ask(worker, prompt="to be or not to be", reader=None, drafting=None, text=True, **params):
+def ask(worker, prompt="to be or not to be", reader=None, drafting=None, **params):
     reader = reader or Reader()
     params = SamplingParams(**{"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, **params})
-    request = GenerationRequest(worker.model.encode(prompt), params, drafting, text)
+    request = GenerationRequest(worker.model.encode(prompt), params, drafting)
     (reader.handle,) = worker.submit([request], reader)
     return reader
-
-
-def eventually(true):
-    until = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def alone(prompt, **params):
@@ -114,9 +108,7 @@ def test_eight_at_once_are_each_as_alone():
 def test_the_first_answer_is_drafted_for_automatically(worker):
     result = ask(worker).wait().result
     assert result.stats.method == "auto" and worker.model.engine.policy is not None
-    assert worker.wait_ready(PATIENCE) and worker.health == {
-        "live": True, "ready": True, "status": "ready", "error": None,
-    }  # fmt: skip
+    assert worker.health == {"live": True, "ready": True, "status": "ready", "error": None}
 
 
 def test_origins_tell_accepted_depths_from_bonus_tokens(worker):
@@ -134,23 +126,13 @@ def test_logprobs_come_with_their_tokens(worker):
     assert [one.token for event in reader.events for one in event.logprobs] == result.token_ids
 
 
-def test_without_text_tokens_come_alone(worker):
-    reader = ask(worker, text=False)
-    assert reader.wait().result.text == "" == reader.text and len(reader.tokens) == 30
-    with pytest.raises(ConfigError, match="stop strings"):
-        ask(worker, text=False, stop="x")
-
-
 def test_what_cannot_work_is_refused_at_once(worker):
     params = SamplingParams()
     for prompt, drafting, error in (
-        ([], None, PromptError),
-        ([9999], None, PromptError),
-        ([5] * 600, None, PromptError),
-        ([5], {"method": "magic"}, ConfigError),
-        ([5], {"dept": 3}, ConfigError),
+        ([], None, PromptError), ([9999], None, PromptError), ([5] * 600, None, PromptError),
+        ([5], {"method": "magic"}, ConfigError), ([5], {"dept": 3}, ConfigError),
         ([5], {"drafter": "absent"}, ConfigError),
-    ):
+    ):  # fmt: skip
         with pytest.raises(error):
             worker.submit([GenerationRequest(prompt, params, drafting)], Reader())
     with pytest.raises(ConfigError, match="logit_bias"):
@@ -297,7 +279,7 @@ def test_a_failing_watcher_spoils_no_answer(worker):
 
 
 def test_an_engine_error_ends_all_answers_and_the_next_are_made(worker, monkeypatch):
-    worker.wait_ready(PATIENCE)
+    ready(worker)
     target = worker.model.target
     whole = target.verify
     readers = [ask(worker, max_tokens=400) for _ in range(6)]
@@ -323,13 +305,13 @@ def broken(error):
 
 
 def test_want_of_memory_is_told_as_such(worker, monkeypatch):
-    worker.wait_ready(PATIENCE)
+    ready(worker)
     monkeypatch.setattr(worker.model.target, "verify", broken(torch.OutOfMemoryError("full")))
     assert isinstance(ask(worker).wait().error, CacheMemoryError)
 
 
 def test_a_row_that_cannot_be_freed_costs_the_engine_and_not_the_worker(worker, monkeypatch):
-    worker.wait_ready(PATIENCE)
+    ready(worker)
     first = worker.model.engine
     monkeypatch.setattr(first._cache, "drop_row", broken(RuntimeError("stuck")))
     readers = [ask(worker, max_tokens=5), ask(worker, max_tokens=400)]
@@ -342,7 +324,7 @@ def test_a_row_that_cannot_be_freed_costs_the_engine_and_not_the_worker(worker, 
 
 def test_a_drafter_whose_rows_cannot_be_freed_is_given_up(monkeypatch):
     with started(drafting=DraftSettings(drafter="lookup")) as worker:
-        worker.wait_ready(PATIENCE)
+        ready(worker)
         monkeypatch.setattr(worker.model.engine.drafter, "drop_row", broken(RuntimeError("stuck")))
         assert ask(worker, max_tokens=5).wait().last
         eventually(lambda: worker.model.engine.drafter is None)
@@ -352,7 +334,7 @@ def test_a_drafter_whose_rows_cannot_be_freed_is_given_up(monkeypatch):
 def test_a_worker_that_cannot_go_on_says_so_and_leaves_nobody_waiting(monkeypatch):
     worker = make()
     worker.start()
-    worker.wait_ready(PATIENCE)
+    ready(worker)
     monkeypatch.setattr(worker.model.engine._cache, "drop_row", broken(RuntimeError("stuck")))
     monkeypatch.setattr(worker.model, "renew", broken(RuntimeError("no more")))
     reader, request = Reader(), GenerationRequest([5, 6], SamplingParams(max_tokens=9, seed=1))
@@ -386,14 +368,9 @@ def test_random_submissions_and_cancels_leave_no_row_behind(worker):
     readers = []
     for turn in range(200):
         try:
-            readers.append(
-                ask(
-                    worker,
-                    "ab" * rng.randint(1, 30),
-                    drafting={"method": rng.choice(["off", "chain", "tree", "auto"])},
-                    max_tokens=rng.randint(1, 12),
-                )
-            )
+            drafting = {"method": rng.choice(["off", "chain", "tree", "auto"])}
+            prompt, length = "ab" * rng.randint(1, 30), rng.randint(1, 12)
+            readers.append(ask(worker, prompt, drafting=drafting, max_tokens=length))
         except BusyError:
             time.sleep(0.02)
         if readers and rng.random() < 0.4:

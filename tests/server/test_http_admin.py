@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import asdict
 
 import httpx
 import pytest
@@ -66,7 +67,7 @@ def test_drafting_is_told_and_changed_field_by_field(client, worker):
     assert before == {"method": "auto", "depth": 16, "budget": "auto", "drafter": None}
     changed = client.post("/api/drafting", json={"depth": 3, "budget": 8, "drafter": "lookup"}).json()
     assert changed == {"method": "auto", "depth": 3, "budget": 8, "drafter": "lookup"}
-    assert worker.drafting.as_dict() == changed
+    assert asdict(worker.drafting) == changed
     assert client.post("/api/drafting", json={"drafter": None}).json()["drafter"] is None
     for bad in ({"depth": 17}, {"method": "fast"}, {"dept": 3}, {"drafter": "other"}, {"budget": -1}):
         response = client.post("/api/drafting", json=bad)
@@ -101,9 +102,13 @@ def test_open_streams_of_events_do_not_keep_a_server_alive(monkeypatch):
 
 def test_the_api_is_described(client):
     paths = client.get("/openapi.json").json()["paths"]
-    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/api/drafting"} <= set(
-        paths
-    )
+    assert paths.keys() >= {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/api/drafting",
+    }
     assert client.get("/docs").status_code == 404
 
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 import fakes
+from ddtree.server import http
 from ddtree.server import run as runner
-from ddtree.server import security
 from ddtree.server.handle import TokenDelta
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -87,14 +87,14 @@ def test_another_protocol_is_neither_spoken_nor_advised(worker, caplog):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost:"])
 def test_a_head_that_does_not_come_ends_the_connection(worker, monkeypatch, sent):
-    monkeypatch.setattr(security, "HEAD_PATIENCE", 0.2)
+    monkeypatch.setattr(runner, "HEAD_PATIENCE", 0.2)
     with fakes.served(worker) as address, connected(address) as connection:
         connection.sendall(sent)
         assert everything(connection) == b""
 
 
 def test_every_head_is_waited_for_as_the_first_and_an_answer_takes_its_time(worker, monkeypatch):
-    monkeypatch.setattr(security, "HEAD_PATIENCE", 0.2)
+    monkeypatch.setattr(runner, "HEAD_PATIENCE", 0.2)
 
     def slowly(handle, index):
         time.sleep(0.4)
@@ -116,8 +116,8 @@ def test_every_head_is_waited_for_as_the_first_and_an_answer_takes_its_time(work
 
 @pytest.mark.parametrize(("patience", "whole"), [(0.2, 60.0), (60.0, 0.5)])
 def test_a_body_that_does_not_come_in_time_is_given_up(worker, monkeypatch, patience, whole):
-    monkeypatch.setattr(security, "BODY_PATIENCE", patience)
-    monkeypatch.setattr(security, "BODY_TIME", whole)
+    monkeypatch.setattr(http, "BODY_PATIENCE", patience)
+    monkeypatch.setattr(http, "BODY_TIME", whole)
     with fakes.served(worker) as address, connected(address) as connection:
         connection.sendall(HEAD + b"Content-Length: 500\r\n\r\n")
         if patience > 1:

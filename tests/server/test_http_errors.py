@@ -18,7 +18,7 @@ CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def worker():
-    return fakes.FakeWorker(max_body_bytes=20_000, max_waiting=4, max_n=3)
+    return fakes.FakeWorker(max_body=20_000, max_waiting=4, max_n=3)
 
 
 @pytest.fixture(scope="module")

@@ -6,27 +6,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fakes
-from ddtree.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    DraftingRequest,
-    TokenizeRequest,
-)
+from ddtree.server import schemas
 
 PATHS = {
-    "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "hi"}]}),
-    "/v1/completions": (CompletionRequest, {"prompt": "hi"}),
-    "/tokenize": (TokenizeRequest, {"prompt": "hi"}),
-    "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
-    "/api/drafting": (DraftingRequest, {}),
+    "/v1/chat/completions": (schemas.ChatRequest, {"messages": [{"role": "user", "content": "hi"}]}),
+    "/v1/completions": (schemas.CompletionRequest, {"prompt": "hi"}),
+    "/tokenize": (schemas.TokenizeRequest, {"prompt": "hi"}),
+    "/detokenize": (schemas.DetokenizeRequest, {"tokens": [1]}),
+    "/api/drafting": (schemas.DraftingRequest, {}),
 }
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | FLOATS | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
@@ -44,9 +35,8 @@ def client():
 @pytest.mark.parametrize("path", PATHS)
 def test_no_request_makes_the_server_fail(client, path):
     schema, least = PATHS[path]
-    names = st.sampled_from(
-        [*schema.model_fields, "tools", "response_format", "best_of", "suffix", "unknown"]
-    )
+    others = ("tools", "response_format", "best_of", "suffix", "unknown")
+    names = st.sampled_from([*schema.model_fields, *others])
 
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.dictionaries(names, PLAUSIBLE | JSON, max_size=4), st.booleans())

@@ -8,8 +8,7 @@ import talker
 import tiny
 import words
 from ddtree.sampling.sampler import TokenLogprobs
-from ddtree.server.openai import seeded
-from ddtree.server.schemas import ChatRequest, sampling_defaults, sampling_params
+from ddtree.server.schemas import ChatRequest, sampling_defaults, sampling_params, seeded
 from ddtree.server.tokens import CompletionLogprobs, TokenTexts, chat_logprobs
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -59,9 +59,7 @@ def test_load_clients_find_the_lines_they_look_for():
     named = book("a model")
     named.add(a_round())
     lines = named.metrics.text().decode().splitlines()
-    told = {
-        line.split(None, 1)[0]: float(line.split(None, 1)[1]) for line in lines if line.startswith("vllm:")
-    }
+    told = {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("vllm:")}
     labels = 'engine="0",model_name="a_model"'
     assert told.pop(f"vllm:spec_decode_num_drafts_total{{{labels}}}") == 1
     assert told.pop(f"vllm:spec_decode_num_draft_tokens_total{{{labels}}}") == 3
@@ -91,12 +89,12 @@ def test_rounds_are_counted():
 def test_answers_are_counted():
     counted = book()
     metrics = counted.metrics
-    metrics.ttft.observe(0.3)
-    metrics.queue_time.observe(0.02)
+    metrics.observe("time_to_first_token", 0.3)
+    metrics.observe("queue_time", 0.02)
     metrics.tokens(4, 0.08)
     stats = Stats(prompt_tokens=10, cached_tokens=6, output_tokens=5)
-    metrics.ended("stop", stats, 0.4, 0.02)
-    metrics.ended("cancelled", Stats(prompt_tokens=3), 0.1, None)
+    counted.answer_ended("stop", stats, 0.4, 0.3, 0.02)
+    counted.answer_ended("cancelled", Stats(prompt_tokens=3), 0.1)
     found = read(counted)
     assert found["ddtree_requests_total"] == {
         (("finish_reason", "stop"),): 1, (("finish_reason", "cancelled"),): 1,
@@ -104,13 +102,9 @@ def test_answers_are_counted():
     for name, total in (("prompt", 13), ("cached_prompt", 6), ("generation", 5)):
         assert found[f"ddtree_{name}_tokens_total"] == {(): total}
     for name, count, total in (
-        ("time_to_first_token", 1, 0.3),
-        ("inter_token_latency", 4, 0.08),
-        ("inter_chunk_latency", 1, 0.08),
-        ("time_per_output_token", 1, 0.02),
-        ("request_latency", 2, 0.5),
-        ("queue_time", 1, 0.02),
-    ):
+        ("time_to_first_token", 1, 0.3), ("inter_token_latency", 4, 0.08), ("inter_chunk_latency", 1, 0.08),
+        ("time_per_output_token", 1, 0.02), ("request_latency", 2, 0.5), ("queue_time", 1, 0.02),
+    ):  # fmt: skip
         assert found[f"ddtree_{name}_seconds_count"][()] == count
         assert found[f"ddtree_{name}_seconds_sum"][()] == pytest.approx(total)
 
@@ -122,9 +116,10 @@ def test_gauges_time_switches_and_refusals_are_told():
     assert value(counted, "ddtree_rows_running") == 3
     rows[0] = 4
     assert value(counted, "ddtree_rows_running") == 4
-    metrics.spent({"draft": 0.5, "verify": 1.0})
-    metrics.refused.labels(reason="busy").inc()
-    metrics.engine_errors.inc()
+    metrics.count("time_seconds", 0.5, part="draft")
+    metrics.count("time_seconds", 1.0, part="verify")
+    metrics.count("refused", reason="busy")
+    metrics.count("engine_errors")
     assert value(counted, "ddtree_time_seconds_total", part="verify") == 1
     assert value(counted, "ddtree_refused_total", reason="busy") == 1
     assert value(counted, "ddtree_engine_errors_total") == 1
@@ -154,8 +149,8 @@ def test_rolling_figures_are_of_the_last_while():
     }  # fmt: skip
     rolling.add(a_round())
     for seconds in (1.0, 2.0, 9.0):
-        rolling.answer_ended(seconds, seconds / 10, drafted=True)
-    rolling.answer_ended(1.5, 0.6, drafted=False)
+        rolling.answer_ended("stop", Stats(arms={"off": 1, "tree@lookup": 1}), 20.0, seconds, seconds / 10)
+    rolling.answer_ended("stop", Stats(arms={"off": 2}), 20.0, 1.5, 0.6)
     found = rolling.window_stats()
     assert (found["tau"], found["tokens_per_second"]) == (2.0, 8.0)
     assert found["drafted"] == {"answers": 3, "ttft_p50": 2.0, "tpot_p50": 0.2}
@@ -182,21 +177,12 @@ def test_reports_are_throttled_and_lose_no_token():
     reports.add(a_round())
     assert sum(report["rounds"] for report in told) == 12 and sum(report["made"] for report in told) == 48
     last = told[-1]
-    assert (last["rows"], last["arm"], last["accepted"], last["nodes"]) == (
-        2,
-        "tree@lookup, off",
-        [2, 0],
-        [3, 0],
-    )
+    assert (last["rows"], last["arm"]) == (2, "tree@lookup, off")
+    assert (last["accepted"], last["nodes"]) == ([2, 0], [3, 0])
     assert last["tree"] == {
-        "row": 0,
-        "tokens": ["7", "8", "9", "10"],
-        "parents": [0, 0, 1, 2],
-        "depths": [0, 1, 2, 3],
-        "logprobs": [0.0, -0.5, -1.0, -1.5],
-        "path": [0, 1, 2],
-        "next": "99",
-    }
+        "row": 0, "tokens": ["7", "8", "9", "10"], "parents": [0, 0, 1, 2], "depths": [0, 1, 2, 3],
+        "logprobs": [0.0, -0.5, -1.0, -1.5], "path": [0, 1, 2], "next": "99",
+    }  # fmt: skip
     stop()
     stop()
     now[0] += 1

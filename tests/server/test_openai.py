@@ -27,7 +27,7 @@ def worker():
     loaded = ddtree.load(talker.model(), tokenizer=talker.tokenizer(), max_rows=4, prefix_bytes=2**24)
     worker = EngineThread(loaded, name="tiny", limits=ServerLimits(max_waiting=16))
     worker.start()
-    assert worker.wait_ready(60)
+    fakes.ready(worker)
     with loaded:
         yield worker
         worker.shutdown(0)

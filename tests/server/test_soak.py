@@ -103,7 +103,7 @@ def test_all_nonsense_is_refused_by_a_real_server(scripts):
     loaded = ddtree.load(talker.model(), "lookup", tokenizer=talker.tokenizer())
     worker = EngineThread(loaded, name="tiny")
     worker.start()
-    assert worker.wait_ready(60)
+    fakes.ready(worker)
     with loaded, fakes.served(worker) as address, httpx.Client(base_url=address, timeout=60) as client:
         for method, path, content in scripts[1].nonsense(loaded.target.max_context):
             reply = client.request(

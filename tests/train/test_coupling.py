@@ -5,8 +5,8 @@ import torch
 
 import tiny
 from ddtree.drafters import DraftRow
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN

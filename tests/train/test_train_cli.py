@@ -16,7 +16,7 @@ from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.train.cli import add_arguments, run
 from ddtree.train.data import shard_indices, shard_path
-from ddtree.train.steps import build_heads
+from ddtree.train.jobs import build_heads
 
 EOS = 5
 

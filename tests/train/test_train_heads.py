@@ -15,9 +15,8 @@ from ddtree.train.batches import Draws, collate
 from ddtree.train.config import TrainConfig
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
 from ddtree.train.initial import draft_config, feature_layers, initial_net
-from ddtree.train.jobs import HeadsJob, TrainingBackbone
+from ddtree.train.jobs import HeadsJob, TrainingBackbone, build_heads
 from ddtree.train.loss import Objective, Vocabulary
-from ddtree.train.steps import build_heads
 from ddtree.train.trainer import Trainer
 
 IDS = torch.arange(0, tiny.VOCAB, 2)

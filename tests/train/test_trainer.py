@@ -10,8 +10,8 @@ import torch
 
 import tiny
 from ddtree.drafters import DraftRow
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
 from ddtree.stats import Clock

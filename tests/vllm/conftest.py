@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.integrations.vllm import compat
+from ddtree.integrations.vllm import release
 
 # These tests need an environment with vLLM, which `make test-vllm` makes.
-collect_ignore_glob = [] if compat.installed() else ["test_*.py"]
+collect_ignore_glob = [] if release.installed() else ["test_*.py"]
 
 # The engine in this process, on one thread, with little memory.
 os.environ.update(

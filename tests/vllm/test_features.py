@@ -7,8 +7,8 @@ import torch
 from engines import FAMILIES, PROMPTS, TOKENS, answers, counters, drafted, engine, params
 
 import tiny
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.drafter import DFlash
 from ddtree.drafters.merged import Merged
 from ddtree.integrations.vllm import model_runner
 from ddtree.model.target import Target

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _vllm() -> int:
-    from ddtree.integrations.vllm.compat import report
+    from ddtree.integrations.vllm.release import report
 
     lines = report()
     print(*lines, sep="\n")

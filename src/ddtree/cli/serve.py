@@ -6,6 +6,7 @@ import argparse
 import logging
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,14 +140,7 @@ def _limits(args: argparse.Namespace) -> ServerLimits:
 
     if not 0 <= args.grace <= 86400:
         raise ConfigError(f"--grace {args.grace:g} is outside 0..86400")
-    return ServerLimits(
-        max_waiting=args.max_waiting,
-        max_body_bytes=args.max_body,
-        max_tokens=args.max_tokens,
-        max_n=args.max_n,
-        max_connections=args.max_connections,
-        request_timeout=args.request_timeout,
-    )
+    return ServerLimits(**{field.name: getattr(args, field.name) for field in fields(ServerLimits)})
 
 
 def _settings(args: argparse.Namespace) -> HttpSettings:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from ddtree.errors import ConfigError
-from ddtree.model.kv_cache import Holding
+from ddtree.model.kv_cache import KVFootprint
 from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree
@@ -51,11 +51,18 @@ class DraftRow:
         return self.members is None or drafter.name in self.members
 
 
+def keep_chains(scores: Tensor, rows: list[DraftRow]) -> None:
+    """Leave rows that want a chain the first child alone, of each place of scores [R, ..., C]."""
+    for index, row in enumerate(rows):
+        if row.chain:
+            scores[index, ..., 1:] = float("-inf")
+
+
 class Drafter(Protocol):
     """Proposes draft trees. Rows follow the target's cache: packed, and the last row takes the place of a dropped one.
 
-    A drafter that keeps keys and values of its rows is a `Holder` as well, and one that may lag behind a row's text is
-    a `Late` one.
+    A drafter that keeps keys and values of its rows is a `KVHolder` as well, and one that may lag behind a row's text
+    is a `LaggingDrafter`.
 
     Attributes:
         name: as it appears in statistics and in the names of arms.
@@ -81,22 +88,22 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Holder(Protocol):
+class KVHolder(Protocol):
     """A drafter that keeps something of every token of its rows on the device."""
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[KVFootprint]:
         """Return its caches, each with the most memory that it can take."""
 
 
 @runtime_checkable
-class Late(Protocol):
+class LaggingDrafter(Protocol):
     """A drafter that may need several rounds to process the committed tokens of a row.
 
     Attributes:
-        behind: rows that the last `draft` was asked for and left out, because their texts are not processed yet.
+        lagging_rows: rows that the last `draft` was asked for and left out, because their texts are not processed yet.
     """
 
-    behind: list[int]
+    lagging_rows: list[int]
 
 
 def parts_of(drafter: Any) -> list[Any]:
@@ -111,16 +118,21 @@ def with_parts(drafter: Any) -> list[Any]:
     return [drafter, *(inner for part in getattr(drafter, "drafters", ()) for inner in with_parts(part))]
 
 
-def holdings_of(drafter: Any) -> list[Holding]:
+def kv_footprints_of(drafter: Any) -> list[KVFootprint]:
     """Return the caches of a drafter and of all that it merges, each with the most memory that it can take."""
     return [
-        holding for part in with_parts(drafter) if isinstance(part, Holder) for holding in part.holdings()
+        footprint
+        for part in with_parts(drafter)
+        if isinstance(part, KVHolder)
+        for footprint in part.kv_footprints()
     ]
 
 
-def behind_of(drafter: Any) -> set[int]:
+def lagging_rows_of(drafter: Any) -> set[int]:
     """Return the rows that a drafter, or one that it merges, left out of its last draft: their texts come first."""
-    return {row for part in with_parts(drafter) if isinstance(part, Late) for row in part.behind}
+    return {
+        row for part in with_parts(drafter) if isinstance(part, LaggingDrafter) for row in part.lagging_rows
+    }
 
 
 # The user of each drafter, by the drafter's id. A user holds its drafters, so that an id stays theirs for as long as

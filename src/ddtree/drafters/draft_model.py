@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddtree.drafters import DraftRow
 from ddtree.errors import CheckpointError
-from ddtree.model.kv_cache import Holding, KVCache, drop_row, token_bytes
+from ddtree.model.kv_cache import KVCache, KVFootprint, drop_row, token_bytes
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
 from ddtree.stats import Clock
@@ -62,7 +62,7 @@ class DraftModel:
         chunk: most tokens of long texts that are processed while other rows wait, as 512.
 
     Attributes:
-        behind: rows that the last draft left out, because their texts are not processed yet.
+        lagging_rows: rows that the last draft left out, because their texts are not processed yet.
 
     Raises:
         CheckpointError: the vocabularies differ.
@@ -90,7 +90,7 @@ class DraftModel:
         self.width = width
         self.coupling = coupling
         self.chunk = chunk
-        self.behind: list[int] = []
+        self.lagging_rows: list[int] = []
         self.vocab_size = min(draft.vocab_size, target.vocab_size)
         self._device = target.device
         self._cache = draft.new_cache()
@@ -111,21 +111,21 @@ class DraftModel:
         # A text can hold ids that only the target has; any other token will do in their place.
         self._backlog[row] += [min(token, self.vocab_size - 1) for token in tokens]
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[KVFootprint]:
         """Return the draft model's cache with the most memory that it can take."""
         # The backlog of a round, the root, and all levels that are expanded.
         spare = _AT_ONCE + 1 + (MAX_DEPTH - 1) * self.width
-        return [Holding(self._cache, partial(token_bytes, self.model), spare, self.model.max_context)]
+        return [KVFootprint(self._cache, partial(token_bytes, self.model), spare, self.model.max_context)]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        """Propose a tree for each row; the root alone for those in `behind`."""
+        """Propose a tree for each row; the root alone for those in `lagging_rows`."""
         bonus = [row.tokens[-1] for row in rows]
         budgets = [row.budget for row in rows]
         depths = [self._depth(row) for row in rows]
         with clock("prefill"):
-            self.behind = self._catch_up(depths)
-        for index in self.behind:
+            self.lagging_rows = self._catch_up(depths)
+        for index in self.lagging_rows:
             depths[index] = 0
         if not any(depths):
             return DraftTree.root(bonus, self._device)

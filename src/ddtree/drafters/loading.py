@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.drafters import Drafter, parts_of
-from ddtree.drafters.dflash import checkpoint
+from ddtree.drafters.dflash import DFlash, checkpoint
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
+from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint, backbone_of
 from ddtree.drafters.dflash.d2sd import D2SD
 from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.drafter import DFlash, backbone_of
 from ddtree.drafters.dflash.first_order import FirstOrder
-from ddtree.drafters.dflash.head_checkpoint import is_head, misfits, read_head
+from ddtree.drafters.dflash.head_checkpoint import incompatibilities, is_head, read_head
 from ddtree.drafters.dflash.heads import DominoHead, Head
 from ddtree.drafters.dflash.weight_files import locate
 from ddtree.drafters.draft_model import DraftModel
-from ddtree.drafters.merged import Merged
-from ddtree.drafters.mixed import Continuity
+from ddtree.drafters.merged import Merged, Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
@@ -214,7 +212,7 @@ class _Loader:
         elif name == DEMO:
             lookup = self._lookup(None)
         if drafter is not None and lookup is not None:
-            return Continuity(drafter, lookup)
+            return Mixed(drafter, lookup)
         found = drafter or lookup
         if found is None:
             raise CheckpointError(
@@ -234,7 +232,7 @@ class _Loader:
         """Load a head that lies beside its backbone."""
         head, backbone, coupling = read_head(folder)
         found = self._checkpoint(backbone)
-        if wrong := misfits(head, *sizes(found)):
+        if wrong := incompatibilities(head, *sizes(found)):
             raise CheckpointError(
                 f"{folder} does not fit its backbone {backbone}: {'; '.join(wrong)}. Name a head trained on this "
                 "backbone"

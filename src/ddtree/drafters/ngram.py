@@ -3,21 +3,25 @@
 The probability of a token backs off from the longest known suffix of a context to the shorter ones. Each suffix gets
 the share of the probability that the longer ones left over, and leaves over the more, the more different tokens have
 followed it.
+
+A network scores all children of a level in one batch, and `ddtree.tree.grow` is made for that. N-grams are looked up
+one context at a time: in `grow_lazily` a node's children are asked for when the node enters the tree, and one by one.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ddtree.drafters import DraftRow
-from ddtree.drafters.lazy_tree import Children, batched, grow_lazily
 from ddtree.drafters.ngram_table import DOUBT, MAX_ORDER, NgramTable, extend_hash
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.kv_cache import drop_row
@@ -111,10 +115,8 @@ class Lookup:
 
     def proposals_for(self, index: int, row: DraftRow) -> NgramProposals:
         """Return what may follow a row, which `follow` has got before."""
-        coupling = None
-        if row.noise is not None and self.coupling != PLAIN:
-            coupling = _NoiseCoupling(row.noise, self.coupling)
-        return NgramProposals(self._rows[index], self.table, self.weight, row.tokens, coupling)
+        noise = None if self.coupling == PLAIN else row.noise
+        return NgramProposals(self._rows[index], self.table, self.weight, row.tokens, noise, self.coupling)
 
 
 class TextIndex:
@@ -211,7 +213,8 @@ class NgramProposals:
         table: of other texts.
         weight: of an occurrence in the row's text, against one in the table.
         tokens: the row's text, the bonus token included.
-        coupling: with the row's noise, for a sampled row.
+        noise: the row's, to rank the tokens under; None for a greedy row or without coupling.
+        coupling: (beta, kappa) with that noise.
     """
 
     def __init__(
@@ -220,12 +223,16 @@ class NgramProposals:
         table: NgramTable | None,
         weight: float,
         tokens: list[int],
-        coupling: _NoiseCoupling | None,
+        noise: Noise | None,
+        coupling: tuple[float, float],
     ) -> None:
         self._known = index, table, weight
         self._order = index.order
         self._root = tokens[-self._order :], len(tokens)
-        self._coupling = coupling
+        self._noise = noise
+        self._beta, self._kappa = coupling
+        # By position: what is drawn there serves all nodes of the depth.
+        self._drawn: defaultdict[int, dict[int, float]] = defaultdict(dict)
 
     def start(self) -> NgramState:
         """Return the state of the root."""
@@ -240,36 +247,111 @@ class NgramProposals:
         """Return those of the known tokens after a path; what they lack to 1 is left to unknown tokens."""
         context, position = state
         scores, unknown = backoff(context, *self._known)
-        if scores and self._coupling:
-            return self._coupling.apply(scores, unknown, position)
-        return scores
+        return self._coupled(scores, unknown, position) if scores and self._noise is not None else scores
 
     def children(self, state: NgramState) -> Children:
         """Return the known tokens, best first; ties by longest suffix, then newest."""
         return iter(sorted(self.probabilities(state).items(), key=itemgetter(1), reverse=True))
 
+    def _coupled(self, scores: dict[int, float], unknown: float, position: int) -> dict[int, float]:
+        """Return the candidates' chances under the noise of a position, without those of no chance.
 
-class _NoiseCoupling:
-    """Ranks candidates under a row's noise, as `ddtree.sampling.noise.couple` ranks a whole vocabulary.
-
-    The unknown tokens compete as one, with the mean of the noise. What is drawn at a position serves all nodes there.
-    """
-
-    def __init__(self, noise: Noise, coupling: tuple[float, float]) -> None:
-        self._noise = noise
-        self._beta, self._kappa = coupling
-        self._drawn: defaultdict[int, dict[int, float]] = defaultdict(dict)
-
-    def apply(self, scores: dict[int, float], unknown: float, position: int) -> dict[int, float]:
-        """Return the candidates' chances under the noise of a position, without those of no chance."""
-        drawn = self._drawn[position]
+        They are ranked as `ddtree.sampling.noise.couple` ranks a whole vocabulary. The unknown tokens compete as one,
+        with the mean of the noise.
+        """
+        drawn, beta, kappa = self._drawn[position], self._beta, self._kappa
         missing = [token for token in scores if token not in drawn]
-        if missing:
+        if missing and self._noise is not None:
             drawn.update(zip(missing, self._noise.few(position, missing), strict=True))
-        beta, kappa = self._beta, self._kappa
         values = [(math.log(score) + beta * drawn[token]) / kappa for token, score in scores.items()]
         rest = (math.log(unknown) + beta * _MEAN_GUMBEL) / kappa
         highest = max(rest, *values)
         chances = [math.exp(value - highest) for value in values]
         total = sum(chances) + math.exp(rest - highest)
         return {token: chance / total for token, chance in zip(scores, chances, strict=True) if chance > 0}
+
+
+Children = Iterator[tuple[int, float]]
+"""Tokens and probabilities, best first; each is above 0."""
+
+
+class PathModel(Protocol):
+    """Gives the children of any path of tokens below the root. Each path has a state, which only the model reads."""
+
+    def start(self) -> Any:
+        """Return the state of the root."""
+
+    def step(self, state: Any, token: int) -> Any:
+        """Return the state of a path with one more token; the given state stays as it is."""
+
+    def children(self, state: Any) -> Children:
+        """Return the children of the path with this state."""
+
+
+class LazyTree:
+    """The tree of one row as Python lists, one entry a node: quicker than tensors while it grows.
+
+    Attributes:
+        tokens, parents, depths, logprobs: as in `DraftTree`; the root is node 0.
+    """
+
+    def __init__(self, bonus: int) -> None:
+        self.tokens, self.parents, self.depths, self.logprobs = [bonus], [0], [0], [0.0]
+
+    def append(self, token: int, parent: int, depth: int, logprob: float) -> None:
+        """Add a node at the end."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(depth)
+        self.logprobs.append(logprob)
+
+
+def grow_lazily(row: DraftRow, model: PathModel) -> LazyTree:
+    """Return the best nodes of one row within its budget, depth and floor; ties by depth, then rank, then parent."""
+    tree = LazyTree(row.tokens[-1])
+    states: dict[int, Any] = {}
+    # An entry is the best child of a node that is not in the tree yet, and its later siblings:
+    # (cost, depth, rank among siblings, parent, token, siblings).
+    waiting: list[tuple[float, int, int, int, int, Children]] = []
+    node = 0
+    while node < row.budget:
+        depth = tree.depths[node]
+        if depth < row.depth:
+            before = states.get(tree.parents[node])
+            states[node] = model.step(before, tree.tokens[node]) if node else model.start()
+            children = model.children(states[node])
+            first = next(children, None)
+            if first is not None:
+                cost = -math.log(first[1]) - tree.logprobs[node]
+                heapq.heappush(waiting, (cost, depth + 1, 0, node, first[0], children))
+        if not waiting or waiting[0][0] > -row.floor:
+            break
+        cost, depth, rank, parent, token, siblings = waiting[0]
+        tree.append(token, parent, depth, -cost)
+        node += 1
+        following = None if row.chain else next(siblings, None)
+        if following is None:
+            heapq.heappop(waiting)
+        else:
+            # Siblings descend, but for rounding.
+            cost = max(cost, -math.log(following[1]) - tree.logprobs[parent])
+            heapq.heapreplace(waiting, (cost, depth, rank + 1, parent, following[0], siblings))
+    return tree
+
+
+def batched(trees: list[LazyTree], device: torch.device) -> DraftTree:
+    """Return the rows' trees as one batch of tensors on a device."""
+    sizes = [len(tree.tokens) for tree in trees]
+    width = max(sizes)
+
+    def column(name: str, fill: float, dtype: torch.dtype) -> Tensor:
+        lists = [getattr(tree, name) for tree in trees]
+        return torch.tensor([own + [fill] * (width - len(own)) for own in lists], dtype=dtype, device=device)
+
+    return DraftTree(
+        column("tokens", 0, torch.int64),
+        column("parents", 0, torch.int64),
+        column("depths", 0, torch.int64),
+        column("logprobs", -math.inf, torch.float32),
+        sizes,
+    )

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.drafters import Drafter, claim, holdings_of, release
+from ddtree.drafters import Drafter, claim, kv_footprints_of, release
 from ddtree.engine.detokenizer import Detokenizer
 from ddtree.engine.planner import Planner, check_prompt
 from ddtree.engine.prefix_cache import PrefixStore
 from ddtree.engine.scheduler import ChunkedPrefill, KVBudget, Scheduler
 from ddtree.engine.sequence import Sequence
 from ddtree.errors import CacheMemoryError, ConfigError
-from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.kv_cache import drop_row, out_of_memory
-from ddtree.model.target import Target
+from ddtree.model.protocol import TargetModel
 from ddtree.policy import AutoBudget, AutoMethod, Choice, Policy, Request
 from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
@@ -73,7 +72,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Target | AutoregressiveTarget,
+        target: TargetModel[Any],
         drafter: Drafter | None = None,
         *,
         max_rows: int = 8,
@@ -101,17 +100,16 @@ class Engine:
         self._planner = Planner(target, drafter, self.clock)
         self._stepping = False
         self._closed = ""
-        # Each kind of target takes the kind of cache that it makes.
         self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
-        self._holdings = holdings_of(drafter)
+        self._kv_footprints = kv_footprints_of(drafter)
         self.prefixes: PrefixStore | None = None
         if prefix_bytes and target.verifies_trees:
             self.prefixes = PrefixStore(prefix_bytes, features=bool(target.feature_layers))
         self._budget: KVBudget | None = None
         if cache_bytes is not None:
             stay = self.prefixes is not None
-            self._budget = KVBudget(target, self._cache, cache_bytes, self._holdings, features_stay=stay)
+            self._budget = KVBudget(target, self._cache, cache_bytes, self._kv_footprints, features_stay=stay)
         self._scheduler = Scheduler(target, max_rows, prefill_chunk, self._budget, self.prefixes)
 
     @property
@@ -163,7 +161,7 @@ class Engine:
 
         The most is `cache_bytes`, which bounds waiting features as well, or else the size of the buffers.
         """
-        caches = [self._cache, *(holding.cache for holding in self._holdings)]
+        caches = [self._cache, *(footprint.cache for footprint in self._kv_footprints)]
         if self._scheduler.prefill is not None:
             caches.append(self._scheduler.prefill.cache)
         used = sum(cache.used_bytes for cache in caches)

@@ -1,13 +1,14 @@
-"""How the rows of a round are drafted for: what each asked for, what the policy makes of it, what there is room for."""
+"""Plan the drafts of a round: what each row asked for, what the policy decides, what there is room for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from ddtree.drafters import Drafter, DraftRow, behind_of, parts_of
+from ddtree.drafters import Drafter, DraftRow, lagging_rows_of, parts_of
 from ddtree.errors import ConfigError, PromptError
+from ddtree.model.protocol import TargetWeights
 from ddtree.policy import OFF, UNMEASURED_BUDGET, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
 from ddtree.sampling.sampler import Sampler
 from ddtree.stats import Clock
@@ -15,7 +16,7 @@ from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
 
 
 def check_drafting(method: AutoMethod, budget: AutoBudget, depth: int) -> None:
-    """Raise ConfigError for what is unknown or out of range."""
+    """Raise ConfigError for an unknown method, or a budget or depth out of range."""
     if method not in ("auto", "off", "chain", "tree"):
         raise ConfigError(f"unknown method {method!r}: choose auto, off, chain or tree")
     if isinstance(budget, str):
@@ -51,17 +52,17 @@ def check_prompt(prompt: list[int], vocab_size: int, max_context: int) -> None:
 
 
 def unmeasured(method: AutoMethod, budget: AutoBudget) -> tuple[AutoMethod, AutoBudget]:
-    """What "auto" stands for where there is no policy to decide."""
+    """Return the fixed method and budget in place of "auto" where there is no policy to decide: a tree of 16 nodes."""
     return "tree" if method == "auto" else method, UNMEASURED_BUDGET if budget == "auto" else budget
 
 
 class Text(Protocol):
-    """A text that is drafted for.
+    """A text to draft for.
 
     Attributes:
-        tokens: all of it, the bonus token last.
-        request: how it asks to be drafted for.
-        sampler: of its tokens.
+        tokens: prompt and answer so far, the bonus token last.
+        request: how to draft for it.
+        sampler: chooses its tokens.
     """
 
     tokens: list[int]
@@ -74,17 +75,17 @@ class Text(Protocol):
 
     @property
     def fresh(self) -> bool:
-        """Whether it was in no round yet."""
+        """Whether no round has been decoded yet."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one round verifies.
+    """The drafts of one round.
 
     Attributes:
         choices: how each row is drafted for.
         tree: of all rows.
-        decided: the policy had a say, and is to learn what came of it.
+        decided: the policy decided, and is to learn the outcome.
     """
 
     choices: list[Choice]
@@ -93,19 +94,19 @@ class Plan:
 
 
 class Planner:
-    """Asks the policy and the drafter, and tells the policy what came of it.
+    """Asks the policy and the drafter for the drafts of a round, and tells the policy the outcome.
 
     Args:
-        target: the model drafted for.
-        drafter: what proposes; None: nothing is drafted.
-        clock: takes the time of the parts of drafting.
+        target: the model to draft for.
+        drafter: proposes; None to draft nothing.
+        clock: times the parts of drafting.
 
     Attributes:
-        policy: decides what requests leave open; None while none may leave anything open.
+        policy: decides for requests with "auto"; None while there may be no such requests.
         members: names of the drafters that requests may choose from.
     """
 
-    def __init__(self, target: Any, drafter: Drafter | None, clock: Clock) -> None:
+    def __init__(self, target: TargetWeights, drafter: Drafter | None, clock: Clock) -> None:
         self.policy: Policy | None = None
         self.members = tuple(part.name for part in parts_of(drafter))
         self._target = target
@@ -120,7 +121,7 @@ class Planner:
         members: tuple[str, ...] | None,
         sampled: bool,
     ) -> Request:
-        """What a sequence asks for, as far as it can be had here. Raises ConfigError."""
+        """Make a request of what a sequence asks for, limited to what this drafter can do. Raises ConfigError."""
         check_drafting(method, budget, depth)
         check_members(members, self.members)
         if self.policy is None and self._drafter is not None and "auto" in (method, budget):
@@ -133,11 +134,11 @@ class Planner:
         )
 
     def plan(self, rows: Sequence[Text], most: int, places: Sequence[int] | None = None) -> Plan:
-        """The next round of some rows.
+        """Draft for the next round of some rows.
 
         Args:
             rows: the texts of all of the drafter's rows, in its order.
-            most: drafted nodes that there is room for in a row.
+            most: most drafted nodes of a row, for which there is room in the cache.
             places: the rows that take part, at least one; all by default.
         """
         places = range(len(rows)) if places is None else places
@@ -159,10 +160,10 @@ class Planner:
             tree = _rows(drafter.draft(drafts, self._clock), places)
         if policy is not None:
             with self._clock("build"):
-                # A draft cut short by the end of an answer, or left out, tells little of the drafter.
-                behind = behind_of(drafter)
+                # A draft that is cut short by the end of an answer, or left out, says little about the drafter.
+                lagging = lagging_rows_of(drafter)
                 whole = [
-                    choice.arm == OFF or (drafts[place].depth == request.depth and place not in behind)
+                    choice.arm == OFF or (drafts[place].depth == request.depth and place not in lagging)
                     for place, choice, request in zip(places, choices, requests, strict=True)
                 ]
                 tree = policy.cut(tree, lambda: self._proposals(places), whole)
@@ -171,13 +172,12 @@ class Planner:
     def learn(
         self, plan: Plan, paths: list[list[int]], answers: list[list[int]], seconds: Mapping[str, float]
     ) -> None:
-        """Tell the policy what a round came to: each row's accepted path, the tokens chosen along it, the time."""
+        """Tell the policy the outcome of a round: each row's accepted path, the tokens chosen along it, the time."""
         if plan.decided:
             assert self.policy is not None
             self.policy.learn(plan.tree, paths, answers, seconds)
 
     def _row(self, text: Text, choice: Choice, most: int) -> DraftRow:
-        # A depth of 0 also tells the policy that the drafter had no chance.
         if choice.arm == OFF or most < 1:
             return DraftRow(text.tokens, 0, 0)
         room = self._target.max_context - len(text.tokens) - 1
@@ -193,13 +193,13 @@ class Planner:
         )
 
     def _proposals(self, places: Sequence[int]) -> Proposals | None:
-        """The own trees of several drafters, of the round being made."""
+        """Return the trees of each single drafter for the round being planned, by name; None for a single drafter."""
         found: Proposals | None = getattr(self._drafter, "proposals", None)
         return found and [(name, _rows(tree, places)) for name, tree in found]
 
 
 def _rows(tree: DraftTree, places: Sequence[int]) -> DraftTree:
-    """Some rows of a batch of trees."""
+    """Select some rows of a batch of trees."""
     if list(places) == list(range(len(tree.sizes))):
         return tree
     return DraftTree.stack([tree.row(place) for place in places])

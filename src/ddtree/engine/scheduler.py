@@ -11,7 +11,8 @@ from torch import Tensor
 from ddtree.engine.prefix_cache import Part, PrefixStore
 from ddtree.engine.sequence import Sequence
 from ddtree.errors import ConfigError, PromptError
-from ddtree.model.kv_cache import Holding, token_bytes
+from ddtree.model.kv_cache import KVFootprint, token_bytes
+from ddtree.model.protocol import TargetModel
 from ddtree.sampling.sampler import token_logprobs
 
 _SPARE = 64
@@ -43,10 +44,10 @@ class KVBudget:
 
     def __init__(
         self,
-        target: Any,
+        target: TargetModel[Any],
         cache: Any,
         limit: int,
-        drafters: Several[Holding] = (),
+        drafters: Several[KVFootprint] = (),
         features_stay: bool = False,
     ) -> None:
         if not target.verifies_trees:
@@ -56,7 +57,7 @@ class KVBudget:
             )
         self.limit = limit
         self._most = target.max_context
-        self._target = Holding(cache, lambda: token_bytes(target), _SPARE, self._most)
+        self._target = KVFootprint(cache, lambda: token_bytes(target), _SPARE, self._most)
         self._drafters = drafters
         feature = len(target.feature_layers) * target.hidden_size * target.dtype.itemsize
         self._prompt_token = self._target.token + feature
@@ -93,9 +94,9 @@ class KVBudget:
         Raises:
             CacheMemoryError: the device has no room for smaller buffers beside the old ones.
         """
-        self._target.confine(self._rows, self._longest, self._rest)
-        for holding in self._drafters:
-            holding.confine(self._rows, self._longest)
+        self._target.shrink_to(self._rows, self._longest, self._rest)
+        for footprint in self._drafters:
+            footprint.shrink_to(self._rows, self._longest)
 
     def max_draft_nodes(self, longest: int) -> int:
         """Return how many drafted nodes each row has room for, where the longest row has `longest` committed tokens."""
@@ -109,7 +110,7 @@ class KVBudget:
     def _bytes(self, texts: list[tuple[int, int]]) -> int:
         """Return the memory of texts (prompt tokens, max_tokens); the last one's prompt is still to be prefilled."""
         rows, longest = len(texts), self._longest_of(texts)
-        buffers = sum(holding.bytes(rows, longest) for holding in (self._target, *self._drafters))
+        buffers = sum(footprint.bytes(rows, longest) for footprint in (self._target, *self._drafters))
         answers = sum(min(answer, self._most - prompt) for prompt, answer in texts)
         return buffers + self._prompt_token * texts[-1][0] + self._answer_token * answers
 
@@ -129,7 +130,7 @@ class ChunkedPrefill:
         left: prompt tokens still to be processed.
     """
 
-    def __init__(self, sequence: Sequence, target: Any, chunk: int, cached: list[Part]) -> None:
+    def __init__(self, sequence: Sequence, target: TargetModel[Any], chunk: int, cached: list[Part]) -> None:
         self.sequence = sequence
         self.cache = target.new_cache(sequence.prompt_length)
         self.cache.add_row()
@@ -187,7 +188,7 @@ class Scheduler:
 
     def __init__(
         self,
-        target: Any,
+        target: TargetModel[Any],
         max_rows: int,
         prefill_chunk: int,
         budget: KVBudget | None,

@@ -51,7 +51,7 @@ class Sequence:
         origins: of each output token, the depth at which it was drafted and accepted (1, 2, ...), or 0 for a token
             that the target chose after the path, the first token included.
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
-        request: another may be assigned between steps.
+        request: how it is drafted for now; see `redraft`.
         cancelled: it is to end after the tokens chosen so far; set by `Engine.cancel` during a step.
         finish_reason: None while running; "stop" (stop token or string), "length" (token limit or context full),
             "cancelled", or "error", with the exception in `error`.
@@ -74,16 +74,14 @@ class Sequence:
         self.params = params
         self.sampler = sampler
         self.text = text
-        self.request = request
         self.origins: list[int] = []
         self.cancelled = False
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
-        self.stats = Stats(
-            method=request.method, drafter="+".join(request.members) or "none", prompt_tokens=len(prompt)
-        )
+        self.stats = Stats(prompt_tokens=len(prompt))
+        self.redraft(request)
         self._max_output = min(params.max_tokens, max_context - len(prompt))
         self._failure: Exception | None = None
         self._taken = 0
@@ -113,6 +111,12 @@ class Sequence:
     def cached_tokens(self) -> int:
         """Prompt tokens whose keys and values came from the prefix cache."""
         return self.stats.cached_tokens
+
+    def redraft(self, request: Request) -> None:
+        """Draft as `request` says from the next round on. Call it between steps."""
+        self.request = request
+        self.stats.method = request.method
+        self.stats.drafter = "+".join(request.members) or "none"
 
     def choose(self, logits: Tensor, prefix: list[int]) -> int | None:
         """Return the target's choice after `prefix`, given its logits [V]; None to choose no further.

@@ -9,12 +9,16 @@ loop: the same ones for `do_sample=False`, the same distribution otherwise.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
-from typing import Any
+from types import CodeType, FrameType, MappingProxyType
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     SynthIDTextWatermarkLogitsProcessor,
@@ -28,12 +32,13 @@ from ddtree.engine.engine import Engine, Sequence
 from ddtree.errors import ConfigError, PromptError, UnsupportedModelError
 from ddtree.model.architectures import extrapolates
 from ddtree.model.autoregressive import AutoregressiveTarget
-from ddtree.model.compat import CACHE_NAMES, dropped_argument, takes_tokenizer
+from ddtree.model.compat import CACHE_NAMES
 from ddtree.model.target import Target, why_no_tree
 from ddtree.policy.controller import Method
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.validation import check_whole
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What `generate` prepares for its own loop, and what says how much to return, which the config says too.
 _KNOWN = {
@@ -47,7 +52,58 @@ _drafters: WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], Drafter | No
 """Drafters that were loaded by name and are not in use, so that they are not read again for every call."""
 
 
-@takes_tokenizer
+_TAKE_ARGUMENTS = getattr(getattr(GenerationMixin, "_extract_generation_mode_kwargs", None), "__code__", None)
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+def _dropped_argument(name: str) -> Any:
+    """Return an argument of the `generate` call that runs our `custom_generate`, from its frame; None without one.
+
+    transformers does not forward `streamer` to a callable `custom_generate`, in any release of the range: it goes
+    through the documented signature, is fed the prompt, and is then lost.
+    """
+    frame = _caller(_GENERATE)
+    return None if frame is None else frame.f_locals.get(name)
+
+
+class _TokenizerSignature(inspect.Signature):
+    """A signature that gives the tokenizer back to `generate` when it asks for the callable's parameters.
+
+    transformers removes `tokenizer` from its arguments before it looks which of them the callable names, in any
+    release of the range, so that its own stop strings would lack it. It reads nothing else of the callable before.
+    """
+
+    __slots__ = ()
+
+    @property
+    def parameters(self) -> MappingProxyType[str, inspect.Parameter]:
+        """Return the callable's parameters; put the tokenizer back first where `generate` asks for them."""
+        frame = _caller(_TAKE_ARGUMENTS)
+        if frame is not None:
+            taken = frame.f_locals.get("generation_mode_kwargs", {}).get("tokenizer")
+            if taken is not None:
+                frame.f_locals["kwargs"].setdefault("tokenizer", taken)
+        return super().parameters
+
+
+def _takes_tokenizer(function: _F) -> _F:
+    """Decorate a `custom_generate` that has a `tokenizer` parameter, so that transformers' stop strings have it too."""
+    own = inspect.signature(function)
+    function.__signature__ = _TokenizerSignature(  # type: ignore[attr-defined]
+        list(own.parameters.values()), return_annotation=own.return_annotation
+    )
+    return function
+
+
+def _caller(code: CodeType | None) -> FrameType | None:
+    """Return the nearest frame around this one that runs `code`; None without one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+@_takes_tokenizer
 def custom_generate(
     model: Any,
     input_ids: Tensor,
@@ -89,7 +145,7 @@ def custom_generate(
     """
     for name, value in (("budget", budget), ("depth", depth)):
         check_whole(name, value)
-    streamer = dropped_argument("streamer") if streamer is None else streamer
+    streamer = _dropped_argument("streamer") if streamer is None else streamer
     _refuse(generation_config, logits_processor)
     starts = _starts(input_ids, model_kwargs)
     target, own, give_back = _prepare(model, drafter)
@@ -195,7 +251,7 @@ class _Run:
         return torch.as_tensor(self.criteria(self.ids[row : row + 1, : self.width + at], scores)).any()
 
     def _over(self) -> bool:
-        """Every row has ended; without an end token, which would pad them, all run on to the last one's end."""
+        """Return whether every row has ended. Without an end token to pad with, all run to the last end."""
         length = self._length()
         if length is None:
             return False

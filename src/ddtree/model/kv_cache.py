@@ -329,7 +329,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 @dataclass(frozen=True)
-class Holding:
+class KVFootprint:
     """An upper bound on the memory of a cache, before its rows are there.
 
     Attributes:
@@ -360,7 +360,7 @@ class Holding:
         width, columns = self.shape(rows, tokens)
         return self.token * width * columns + self.row * rows
 
-    def confine(self, rows: int, tokens: int, slack: int = 0) -> None:
+    def shrink_to(self, rows: int, tokens: int, slack: int = 0) -> None:
         """Shrink the buffers where growing to `shape` would take more than its bytes and `slack` bytes more.
 
         Raises:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import mimetypes
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
 
 import ddtree
 from ddtree import prompts
@@ -24,20 +23,19 @@ from ddtree.server import http, openai, schemas
 from ddtree.server.config import HttpSettings
 from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import DeltaQueue
-from ddtree.server.http import ApiError, invalid_value, json_response
+from ddtree.server.http import ApiError, RequestGuard, invalid_value, json_response
 from ddtree.server.metrics import CONTENT_TYPE
-from ddtree.server.security import AuthMiddleware, BodyLimit
-from ddtree.server.state import AppState
-from ddtree.server.tokens import encode_chat
+from ddtree.server.openai import AppState, State
+from ddtree.server.tokens import as_text, encode_chat
 
 STATE_EVERY = 1.0
 """Seconds between two states in the stream of events."""
 _REPORTS_KEPT = 64  # round reports that wait for a slow reader
-_SCHEMAS: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": schemas.ChatRequest,
-    "/v1/completions": schemas.CompletionRequest,
-    "/tokenize": schemas.TokenizeRequest,
-    "/api/drafting": schemas.DraftingRequest,
+_FIELDS = {
+    "/v1/chat/completions": schemas.ChatRequest.model_fields,
+    "/v1/completions": schemas.CompletionRequest.model_fields,
+    "/tokenize": schemas.TokenizeRequest.model_fields,
+    "/api/drafting": schemas.DraftingRequest.model_fields,
 }
 _DASHBOARD = Path(__file__).parent / "dashboard"
 # The page asks nothing of any other host and carries no inline script or style, so its policy forbids both.
@@ -58,15 +56,6 @@ router = APIRouter()
 class DashboardFiles(StaticFiles):
     """Serves the dashboard's files, with headers that forbid scripts and requests of other hosts."""
 
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        """Return the response for a file. Raises HTTPException for a name that is not there."""
-        try:
-            return await super().get_response(path, scope)
-        except HTTPException as error:
-            if error.status_code == 404:
-                raise HTTPException(404, f"the dashboard has no file {path!r}") from error
-            raise
-
     def file_response(self, *args: Any, **options: Any) -> Response:
         """Return a file, or 304 for a browser that has it."""
         response = super().file_response(*args, **options)
@@ -85,13 +74,14 @@ def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> Fa
         redoc_url=None,
         responses={"4XX": {"model": schemas.ErrorBody}, "5XX": {"model": schemas.ErrorBody}},
     )
-    app.state.ddtree = AppState(worker, settings)
+    defaults = schemas.sampling_defaults(worker.model.target.model) if settings.model_sampling else {}
+    app.state.ddtree = AppState(worker, defaults)
     app.include_router(openai.router)
     app.include_router(router)
     app.mount("/dashboard", DashboardFiles(directory=_DASHBOARD))
     # The last one added sees a request first.
-    app.add_middleware(BodyLimit, limit=worker.limits.max_body_bytes)
-    app.add_middleware(AuthMiddleware, keys=settings.api_keys, hosts=settings.hosts)
+    limit = worker.limits.max_body
+    app.add_middleware(RequestGuard, keys=settings.api_keys, hosts=settings.hosts, limit=limit)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -106,35 +96,30 @@ def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> Fa
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    path = request.url.path
     if isinstance(error, RequestValidationError):
         known = http.validation_error(error)
-    elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
-        known = _routing_error(request.url.path, error)
+    elif not isinstance(error, HTTPException) or isinstance(error, ApiError):
+        known = http.api_error(error, _FIELDS.get(path, {}))
+    # What is left are FastAPI's own.
+    elif error.detail == "There was an error parsing the body":
+        known = ApiError(400, "the body is no JSON: its encoding or its depth is wrong", code="invalid_json")
+    elif error.status_code == 404:
+        known = ApiError(404, f"there is nothing at {path}: the API is under /v1", code="not_found")
     else:
-        schema = _SCHEMAS.get(request.url.path)
-        known = http.api_error(error, schema.model_fields if schema else None)
+        known = ApiError(error.status_code, str(error.detail), headers=error.headers)
     return known.response()
 
 
-def _routing_error(path: str, error: HTTPException) -> ApiError:
-    """Return an error of FastAPI's own in OpenAI's form."""
-    if error.detail == "There was an error parsing the body":
-        return ApiError(400, "the body is no JSON: its encoding or its depth is wrong", code="invalid_json")
-    if error.status_code == 404 and error.detail == "Not Found":
-        return ApiError(404, f"there is nothing at {path}: the API is under /v1", code="not_found")
-    return ApiError(error.status_code, str(error.detail), headers=error.headers)
-
-
 @router.get("/v1/models")
-async def models(request: Request) -> Response:
+async def models(state: State) -> Response:
     """Return the one model."""
-    return json_response({"object": "list", "data": [_model_card(AppState.of(request))]})
+    return json_response({"object": "list", "data": [_model_card(state)]})
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, request: Request) -> Response:
+async def model(name: str, state: State) -> Response:
     """Return the model by its name, or 404."""
-    state = AppState.of(request)
     state.check_model(name)
     return json_response(_model_card(state))
 
@@ -161,39 +146,35 @@ async def version() -> Response:
 @router.get("/health/live")
 @router.head("/health", include_in_schema=False)
 @router.head("/health/live", include_in_schema=False)
-async def live(request: Request) -> Response:
+async def live(state: State) -> Response:
     """Return 200 while the engine can decode, or is about to."""
-    health = AppState.of(request).worker.health
+    health = state.worker.health
     return json_response(health, 200 if health["live"] else 503)
 
 
 @router.get("/health/ready")
 @router.head("/health/ready", include_in_schema=False)
-async def ready(request: Request) -> Response:
+async def ready(state: State) -> Response:
     """Return 200 while answers are made."""
-    health = AppState.of(request).worker.health
+    health = state.worker.health
     return json_response(health, 200 if health["ready"] else 503)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-def metrics(request: Request) -> Response:
+def metrics(state: State) -> Response:
     """Return figures for Prometheus."""
-    return Response(AppState.of(request).worker.book.metrics.text(), media_type=CONTENT_TYPE)
+    return Response(state.worker.book.metrics.text(), media_type=CONTENT_TYPE)
 
 
 @router.post("/tokenize")
-async def tokenize(body: schemas.TokenizeRequest, request: Request) -> Response:
+async def tokenize(body: schemas.TokenizeRequest, state: State) -> Response:
     """Return the token ids of a text or a chat, as an answer would begin with."""
-    state = AppState.of(request)
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid_value("prompt", "give either prompt or messages")
-    tokens = await state.run_in_thread(lambda: _encode(state.worker.model.tokenizer, body))
-    found: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": state.worker.model.target.max_context,
-        "tokens": tokens,
-    }
+    model = state.worker.model
+    tokens = await state.run_in_thread(lambda: _encode(model.tokenizer, body))
+    found = {"count": len(tokens), "max_model_len": model.target.max_context, "tokens": tokens}
     if body.return_token_strs:
         texts = state.worker.texts
         found["token_strs"] = await state.run_in_thread(lambda: [texts(token)[0] for token in tokens])
@@ -210,9 +191,8 @@ def _encode(tokenizer: Any, body: schemas.TokenizeRequest) -> list[int]:
 
 
 @router.post("/detokenize")
-async def detokenize(body: schemas.DetokenizeRequest, request: Request) -> Response:
+async def detokenize(body: schemas.DetokenizeRequest, state: State) -> Response:
     """Return the text of token ids, special ones included."""
-    state = AppState.of(request)
     state.check_model(body.model)
     tokenizer, size = state.worker.model.tokenizer, state.worker.model.target.vocab_size
     if tokenizer is None:
@@ -220,38 +200,35 @@ async def detokenize(body: schemas.DetokenizeRequest, request: Request) -> Respo
     bad = next((token for token in body.tokens if not 0 <= token < size), None)
     if bad is not None:
         raise invalid_value("tokens", f"tokens: {bad} is outside the vocabulary 0..{size - 1}")
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    text = await state.run_in_thread(lambda: str(tokenizer.decode(body.tokens, **options)))
-    return json_response({"prompt": text})
+    return json_response({"prompt": await state.run_in_thread(lambda: as_text(tokenizer, body.tokens))})
 
 
 @router.get("/api/drafting")
-async def drafting(request: Request) -> Response:
+async def drafting(state: State) -> Response:
     """Return how answers are drafted where their requests do not say."""
-    return json_response(AppState.of(request).worker.drafting.as_dict())
+    return json_response(asdict(state.worker.drafting))
 
 
 @router.post("/api/drafting")
-async def set_drafting(body: schemas.DraftingRequest, request: Request) -> Response:
+async def set_drafting(body: schemas.DraftingRequest, state: State) -> Response:
     """Change that from the next round on, for running answers too. Texts stay the same."""
-    worker = AppState.of(request).worker
     # Null is a value: all drafters. An unknown field is an error here, as a misspelt one would change nothing.
-    worker.set_drafting(worker.drafting.merged(body.model_dump(exclude_unset=True)))
-    return json_response(worker.drafting.as_dict())
+    changed = state.worker.drafting.merged(body.model_dump(exclude_unset=True))
+    state.worker.set_drafting(changed)
+    return json_response(asdict(changed))
 
 
 @router.get("/api/state")
-async def state(request: Request) -> Response:
+async def state(state: State) -> Response:
     """Return what the server is doing."""
-    return json_response(AppState.of(request).worker.state())
+    return json_response(state.worker.state())
 
 
 @router.get("/api/events", responses=http.STREAM_RESPONSES)
-async def events(request: Request) -> Response:
+async def events(state: State) -> Response:
     """Send server-sent events: `round` reports as they come, and the `state` once per second."""
-    worker = AppState.of(request).worker
     reports: DeltaQueue[dict[str, Any]] = DeltaQueue(most=_REPORTS_KEPT)
-    return http.EventStream(_events(worker, reports), worker.book.watch(reports.put))
+    return http.EventStream(_events(state.worker, reports), state.worker.book.watch(reports.put))
 
 
 async def _events(worker: EngineThread, reports: DeltaQueue[dict[str, Any]]) -> AsyncGenerator[str, None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ddtree.errors import ConfigError
@@ -11,7 +11,7 @@ from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH
 from ddtree.validation import did_you_mean, is_whole
 
-METHODS: tuple[AutoMethod, ...] = ("off", "chain", "tree", "auto")
+_METHODS = ("off", "chain", "tree", "auto")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ServerLimits:
 
     Attributes:
         max_waiting: answers that may wait for a row, in addition to the engine's rows.
-        max_body_bytes: longest request body.
+        max_body: longest request body, in bytes.
         max_tokens: tokens of a chat answer whose request names no limit.
         max_n: most answers to one prompt.
         max_connections: most open connections.
@@ -31,7 +31,7 @@ class ServerLimits:
     """
 
     max_waiting: int = 64
-    max_body_bytes: int = 4 * 1024 * 1024
+    max_body: int = 4 * 1024 * 1024
     max_tokens: int = 512
     max_n: int = 8
     max_connections: int = 512
@@ -65,8 +65,8 @@ class DraftSettings:
     drafter: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(f"method={self.method!r} is unknown: choose {', '.join(METHODS)}")
+        if self.method not in _METHODS:
+            raise ConfigError(f"method={self.method!r} is unknown: choose {', '.join(_METHODS)}")
         if not is_whole(self.depth) or not 1 <= self.depth <= MAX_DEPTH:
             raise ConfigError(f"depth={self.depth!r} must be a whole number from 1 to {MAX_DEPTH}")
         if self.budget != "auto" and not (is_whole(self.budget) and 0 <= self.budget <= MAX_BUDGET):
@@ -96,10 +96,6 @@ class DraftSettings:
         if self.drafter is not None and self.drafter not in loaded:
             known = ", ".join(loaded) or "none"
             raise ConfigError(f"drafter={self.drafter!r} is not loaded: loaded are {known}")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return asdict(self)
 
 
 _DRAFT_FIELDS = tuple(field.name for field in fields(DraftSettings))

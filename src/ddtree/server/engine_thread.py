@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from ddtree.api import Model
 from ddtree.engine.engine import Engine, Round
 from ddtree.engine.planner import unmeasured
 from ddtree.engine.sequence import Sequence
-from ddtree.errors import ConfigError, DDTreeError
+from ddtree.errors import DDTreeError
 from ddtree.policy import Request as DraftRequest
 from ddtree.server.config import DraftSettings, ServerLimits
 from ddtree.server.handle import (
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 class EngineThread:
     """Runs the engine in a thread while there is work, and sleeps otherwise.
 
-    All methods may be called from any thread. None waits for a round, except `shutdown` and `wait_ready`.
+    All methods may be called from any thread. None waits for a round, except `shutdown`.
 
     Args:
         model: decodes; its owner closes it.
@@ -77,11 +78,9 @@ class EngineThread:
         self._lock = threading.Lock()
         self._open = 0  # answers submitted and not ended
         self._status: Literal["starting", "ready", "closing", "stopped", "failed"] = "starting"
-        self._started = threading.Event()  # "starting" is over
         self._aborting = False  # answers are no longer waited for
         self._failures = 0  # failed rounds in a row
         self._error: str | None = None
-        self._seconds = dict(self._engine.clock.seconds)
         self._kv = self._engine.kv_bytes()
         self._mean_seconds = 1.0  # of an answer
         self._thread = threading.Thread(target=self._run, name="ddtree engine", daemon=True)
@@ -119,10 +118,6 @@ class EngineThread:
         """Start the thread. Answers may be submitted at once; they wait until the cost of rounds is measured."""
         self._thread.start()
 
-    def wait_ready(self, timeout: float | None = None) -> bool:
-        """Wait until answers are made, up to `timeout` seconds; return whether they are."""
-        return self._started.wait(timeout) and self.health["ready"]
-
     def shutdown(self, grace: float = 30.0) -> None:
         """Refuse new answers, finish those submitted, and end those that still run after `grace` seconds."""
         with self._lock:
@@ -149,19 +144,18 @@ class EngineThread:
             BusyError: too many answers wait already.
             ClosingError: the server is shutting down, or cannot decode any more.
         """
-        self._check_open()
-        handles = [
-            RequestHandle(request, self._sequence(request), queue, index)
-            for index, request in enumerate(requests)
-        ]
         with self._lock:
             self._check_open()
+            handles = [
+                RequestHandle(request, self._sequence(request), queue, index)
+                for index, request in enumerate(requests)
+            ]
             if len(handles) > self._engine.max_rows + self.limits.max_waiting - self._open:
-                self.book.metrics.refused.labels(reason="busy").inc()
-                raise BusyError(
-                    f"the queue is full, with {self._open} made or waiting: try again later",
-                    self._retry_after(),
-                )
+                self.book.metrics.count("refused", reason="busy")
+                waves = self._open / self._engine.max_rows
+                retry_after = max(1, min(_LONGEST_RETRY, round(self._mean_seconds * waves / 2)))
+                message = f"the queue is full, with {self._open} made or waiting: try again later"
+                raise BusyError(message, retry_after)
             self._open += len(handles)
             for handle in handles:
                 self._submitted.put(handle)
@@ -174,23 +168,22 @@ class EngineThread:
 
     def state(self) -> dict[str, Any]:
         """Return what the server is doing, as plain JSON values."""
-        engine = self._engine
-        used, limit = self._kv
+        engine, book = self._engine, self.book
         rows = len(engine.running)
         return {
             "model": self.name,
             "drafters": list(engine.members),
-            "drafting": self._drafting.as_dict(),
+            "drafting": asdict(self._drafting),
             "health": self.health,
             "rows": rows,
             "max_rows": engine.max_rows,
             "waiting": max(0, self._open - rows),
-            "kv": {"used": used, "limit": limit},
-            "rolling": self.book.window_stats(),
-            "controller": self.book.controllers,
-            "switches": list(self.book.switches),
-            "accepted_per_depth": self.book.accepted_per_depth(),
-            "tree": self.book.tree,
+            "kv": {"used": self._kv[0], "limit": self._kv[1]},
+            "rolling": book.window_stats(),
+            "controller": book.controllers,
+            "switches": list(book.switches),
+            "accepted_per_depth": book.accepted_per_depth(),
+            "tree": book.tree,
         }
 
     @property
@@ -210,27 +203,18 @@ class EngineThread:
 
     def _check_open(self) -> None:
         if self._status not in ("starting", "ready"):
-            self.book.metrics.refused.labels(reason="closing").inc()
-            raise ClosingError(self._death() if self._status == "failed" else "the server is shutting down")
+            self.book.metrics.count("refused", reason="closing")
+            failed = f"the server can decode no more ({self._error})"
+            raise ClosingError(failed if self._status == "failed" else "the server is shutting down")
         if self._engine.closed:
-            self.book.metrics.refused.labels(reason="busy").inc()
+            self.book.metrics.count("refused", reason="busy")
             raise BusyError("the engine is being made anew: try again", 1)
-
-    def _death(self) -> str:
-        return f"the server can decode no more ({self._error})"
-
-    def _retry_after(self) -> int:
-        waves = self._open / self._engine.max_rows
-        return max(1, min(_LONGEST_RETRY, round(self._mean_seconds * waves / 2)))
 
     def _sequence(self, request: GenerationRequest) -> Sequence:
         """Check a request and make its sequence; the engine's own state is not touched."""
         DraftSettings().merged(request.drafting).check_drafter(self._engine.members)
-        text = self.model.detokenizer(request.params) if request.text else None
-        if request.params.stop and text is None:
-            raise ConfigError("stop strings need text: use stop_token_ids, or let text be made")
-        drafting = self._draft_request(request)
-        return self._engine.sequence(request.prompt, request.params, drafting, text)
+        text = self.model.detokenizer(request.params)
+        return self._engine.sequence(request.prompt, request.params, self._draft_request(request), text)
 
     def _draft_request(self, request: GenerationRequest) -> DraftRequest:
         """Return how to draft for a request, by its own fields and the server's present settings."""
@@ -239,10 +223,11 @@ class EngineThread:
         if self._engine.policy is None:
             method, budget = unmeasured(method, budget)
         # A renewed engine may have lost its drafter.
-        named = [name for name in self._engine.members if name == settings.drafter]
-        members = None if settings.drafter is None else tuple(named)
-        sampled = not request.params.greedy
-        return self._engine.request(method, budget, settings.depth, members, sampled=sampled)
+        named = tuple(name for name in self._engine.members if name == settings.drafter)
+        members = named if settings.drafter is not None else None
+        return self._engine.request(
+            method, budget, settings.depth, members, sampled=not request.params.greedy
+        )
 
     # All methods below run in the engine's thread.
 
@@ -252,7 +237,6 @@ class EngineThread:
             with self._lock:
                 if self._status == "starting":
                     self._status = "ready"
-            self._started.set()
             while self._receive():
                 if not self._engine.idle:
                     self._step()
@@ -262,8 +246,6 @@ class EngineThread:
             self._die(error)
         else:
             self._status = "stopped"
-        finally:
-            self._started.set()
 
     def _receive(self) -> bool:
         """Do what other threads asked for, waiting while there is nothing to do; return False when all is over."""
@@ -273,46 +255,34 @@ class EngineThread:
                 handle = self._submitted.get()
                 idle = False
                 if handle is not None:
-                    self._admit(handle)
+                    self._handles.append(handle)
+                    # The cost of rounds may have been measured since it was submitted.
+                    handle.sequence.redraft(self._draft_request(handle.request))
+                    self._engine.queue(handle.sequence)
             if self._drafting is not self._applied:
                 self._applied = self._drafting
                 for handle in self._handles:
-                    self._apply_drafting(handle)
+                    handle.sequence.redraft(self._draft_request(handle.request))
             self._end_some()
         except Exception as error:
             self._recover(error)
         return bool(self._handles) or self._status != "closing" or not self._submitted.empty()
-
-    def _admit(self, handle: RequestHandle) -> None:
-        self._handles.append(handle)
-        # The settings may have changed since it was submitted, and the cost of rounds may have been measured.
-        self._apply_drafting(handle)
-        self._engine.queue(handle.sequence)
-
-    def _apply_drafting(self, handle: RequestHandle) -> None:
-        sequence = handle.sequence
-        sequence.request = self._draft_request(handle.request)
-        sequence.stats.method = sequence.request.method
-        sequence.stats.drafter = "+".join(sequence.request.members) or "none"
 
     def _end_some(self) -> None:
         """End answers that were cancelled, that took too long, or that shutdown no longer waits for."""
         if self._aborting:
             self._end_all(ClosingError("the server shut down before the answer ended"))
         longest, now = self.limits.request_timeout, time.perf_counter()
-        changed = False
         for handle in self._handles:
             if handle.cancelled:
                 self.model.cancel(handle.sequence)
-                changed = True
             elif longest and now - handle.submitted > longest:
                 self._fail(handle, TimeoutReached(f"the answer was not complete after {longest:g} seconds"))
-                changed = True
-        if changed:
-            self._send_deltas()
+        self._send_deltas()
 
     def _step(self) -> None:
-        began = time.perf_counter()
+        began, clock = time.perf_counter(), self._engine.clock
+        before = dict(clock.seconds)
         try:
             self.model.step()
         except Exception as error:
@@ -321,24 +291,22 @@ class EngineThread:
         for handle in self._handles:
             if not handle.left_queue and id(handle.sequence) not in waiting:
                 handle.left_queue = True
-                self.book.metrics.queue_time.observe(began - handle.submitted)
-        seconds = dict(self._engine.clock.seconds)
-        self.book.metrics.spent({part: value - self._seconds[part] for part, value in seconds.items()})
-        self._seconds = seconds
+                self.book.metrics.observe("queue_time", began - handle.submitted)
+        for part, seconds in clock.seconds.items():
+            self.book.metrics.count("time_seconds", max(0.0, seconds - before[part]), part=part)
         self.book.look_at(self._engine.policy, at_once=self._engine.idle)
         self._send_deltas()
 
     def _recover(self, error: Exception) -> None:
         """End all answers after a round that failed, and go on with an engine that holds nothing."""
         _log.error("a round broke off", exc_info=error)
-        self.book.metrics.engine_errors.inc()
+        self.book.metrics.count("engine_errors")
         self._failures += 1
         self._error = _one_line(error)
         failure = error if isinstance(error, DDTreeError) else EngineError(self._error)
         if self._engine.closed:
             self.model.renew()
             self._engine.listener = self._record_round
-            self._seconds = dict(self._engine.clock.seconds)
         self._end_all(failure)
 
     def _die(self, error: BaseException) -> None:
@@ -351,7 +319,7 @@ class EngineThread:
                 handle = self._submitted.get()
                 if handle is not None:
                     self._handles.append(handle)
-        self._end_all(ClosingError(self._death()))
+        self._end_all(ClosingError(f"the server can decode no more ({self._error})"))
 
     def _fail(self, handle: RequestHandle, error: Exception) -> None:
         handle.sequence.error = error
@@ -376,7 +344,7 @@ class EngineThread:
             if delta.last:
                 ended.append(handle)
             try:
-                handle.send(delta)
+                handle.queue.put((handle.index, delta))
             except Exception:
                 _log.exception("an answer's reader failed; the answer is cancelled")
                 handle.cancelled = True
@@ -388,30 +356,22 @@ class EngineThread:
     def _measure(self, handle: RequestHandle, delta: TokenDelta) -> None:
         now, metrics = time.perf_counter(), self.book.metrics
         if delta.tokens:
-            if handle.first is None:
-                handle.first = now
-                metrics.ttft.observe(now - handle.submitted)
+            if handle.ttft is None:
+                handle.ttft = now - handle.submitted
+                metrics.observe("time_to_first_token", handle.ttft)
             else:
                 metrics.tokens(len(delta.tokens), now - handle.latest)
             handle.latest = now
         if delta.last:
-            stats = handle.sequence.stats
             reason = "error" if delta.error is not None else str(handle.sequence.finish_reason)
             seconds = now - handle.submitted
-            metrics.ended(reason, stats, seconds, handle.tpot)
+            self.book.answer_ended(reason, handle.sequence.stats, seconds, handle.ttft, handle.tpot)
             self._mean_seconds += (seconds - self._mean_seconds) * 0.1
-            if handle.first is not None and handle.tpot is not None:
-                drafted = any(arm != "off" for arm in stats.arms)
-                self.book.answer_ended(handle.first - handle.submitted, handle.tpot, drafted=drafted)
 
     def _record_round(self, done: Round) -> None:
         if self._failures:
             self._failures, self._error = 0, None
-        # This runs within a step, where an error would end every answer.
-        try:
-            self.book.add(done)
-        except Exception:
-            _log.exception("a round could not be recorded")
+        self.book.add(done)
 
 
 def _one_line(error: BaseException) -> str:

@@ -53,13 +53,11 @@ class GenerationRequest:
         prompt: token ids.
         params: how to sample.
         drafting: fields of `DraftSettings` that are fixed for this answer; the others follow the server's, live.
-        text: detokenize the answer; False leaves `TokenDelta.text` empty.
     """
 
     prompt: list[int]
     params: SamplingParams
     drafting: Mapping[str, Any] | None = None
-    text: bool = True
 
 
 @dataclass(frozen=True)
@@ -133,49 +131,39 @@ class DeltaQueue(Generic[T]):
         return [self._items.popleft() for _ in range(len(self._items))]
 
 
+@dataclass(eq=False)
 class RequestHandle:
     """One answer in the engine's thread. Cancel it with `EngineThread.cancel`.
 
-    Args:
+    Attributes:
         request: what was asked for.
         sequence: the engine's sequence.
         queue: receives (index, delta) for each delta.
         index: the answer's place in its HTTP request, as 0.
-
-    Attributes:
         cancelled: the answer is to be ended.
         left_queue: the engine has begun with its prompt.
-        submitted, first, latest: times (`time.perf_counter`) of submission, first token and latest token.
+        submitted: time of submission (`time.perf_counter`).
+        latest: time of the latest token, which the engine's thread sets.
+        ttft: seconds from submission to the first token, which it sets too; None before.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        sequence: Sequence,
-        queue: DeltaQueue[tuple[int, TokenDelta]],
-        index: int,
-    ) -> None:
-        self.request = request
-        self.sequence = sequence
-        self._queue = queue
-        self._index = index
-        self.cancelled = self.left_queue = False
-        self.submitted = time.perf_counter()
-        self.first: float | None = None
-        self.latest = self.submitted
-        self._begun = False
+    request: GenerationRequest
+    sequence: Sequence
+    queue: DeltaQueue[tuple[int, TokenDelta]]
+    index: int
+    cancelled: bool = False
+    left_queue: bool = False
+    submitted: float = field(default_factory=time.perf_counter)
+    latest: float = 0.0
+    ttft: float | None = None
 
     @property
     def tpot(self) -> float | None:
         """Return the seconds per token after the first; None before the second token."""
         tokens = self.sequence.output_length
-        if self.first is None or tokens < 2:
+        if self.ttft is None or tokens < 2:
             return None
-        return (self.latest - self.first) / (tokens - 1)
-
-    def send(self, delta: TokenDelta) -> None:
-        """Pass a delta on to the reader."""
-        self._queue.put((self._index, delta))
+        return (self.latest - self.submitted - self.ttft) / (tokens - 1)
 
     def take_new(self) -> TokenDelta | None:
         """Return what is new since the last call, or None."""
@@ -183,13 +171,12 @@ class RequestHandle:
         new, ended = sequence.take_new(), sequence.finish_reason is not None
         if not new.tokens and not ended:
             return None
-        first, self._begun = not self._begun, True
         return TokenDelta(
             text=new.text,
             tokens=new.tokens,
             origins=new.origins,
             logprobs=new.logprobs or [],
-            prompt_logprobs=sequence.prompt_logprobs if first else None,
+            prompt_logprobs=sequence.prompt_logprobs if self.ttft is None else None,
             result=Result.of(sequence) if ended and sequence.error is None else None,
             error=sequence.error,
         )

@@ -6,21 +6,19 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+import prometheus_client
+from prometheus_client import Counter, Gauge, Histogram
 
+from ddtree.engine.engine import Round
+from ddtree.policy import Policy
 from ddtree.server.tokens import TokenTexts
+from ddtree.stats import Stats
 from ddtree.tree import MAX_DEPTH
-
-if TYPE_CHECKING:
-    from ddtree.engine.engine import Round
-    from ddtree.policy import Policy
-    from ddtree.stats import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Upper bounds of histogram buckets, in seconds: for whole answers, and for single tokens.
@@ -36,7 +34,40 @@ _IDLE_TREE_EVERY = 1.0  # the same while nobody watches
 _LOOK_EVERY = 0.5  # seconds between two looks at the policy
 _SHOWN = 32  # controllers, and switches, that are shown
 _CONTROLLER_KEY = ("method", "budget", "members", "depth", "sampled", "rows")
+_VLLM = "vllm:spec_decode_num_"
+# Text and labels of each counter. Names get the prefix "ddtree_", except vLLM's.
+_COUNTERS = {
+    "refused": ("Answers not admitted, by why.", "reason"),
+    "engine_errors": ("Rounds that broke off.", ""),
+    "arm_switches": ("Changes of arm by the controller.", "before after"),
+    "prompt_tokens": ("Tokens of prompts.", ""),
+    "cached_prompt_tokens": ("Tokens of prompts taken from the prefix cache.", ""),
+    "generation_tokens": ("Tokens of answers.", ""),
+    "requests": ("Answers that ended, by why.", "finish_reason"),
+    "rounds": ("Rounds of all rows together.", ""),
+    "arm_rounds": ("Rounds of a row, by how it was drafted for.", "arm"),
+    "time_seconds": ("Seconds spent, by part of a round.", "part"),
+    "draft_nodes": ("Drafted nodes verified.", ""),
+    "accepted_tokens": ("Drafted nodes accepted.", ""),
+    "accepted_tokens_per_depth": ("Drafted nodes accepted, by depth.", "depth"),
+    _VLLM + "drafts": ("Rounds of a row that were drafted for.", "engine model_name"),
+    _VLLM + "draft_tokens": ("Drafted nodes.", "engine model_name"),
+    _VLLM + "accepted_tokens": ("Accepted drafted nodes.", "engine model_name"),
+    _VLLM + "accepted_tokens_per_pos": ("Accepted nodes, by depth - 1.", "engine model_name position"),
+}
+# Text and buckets of each histogram `ddtree_NAME_seconds`.
+_HISTOGRAMS = {
+    "time_to_first_token": ("Submission to the first token.", _LONG),
+    "queue_time": ("Submission to the prompt's processing.", _LONG),
+    "time_per_output_token": ("Of an answer, after its first token.", _SHORT),
+    "inter_token_latency": ("A round's gap, shared by the tokens it made.", _SHORT),
+    "inter_chunk_latency": ("Between rounds that brought an answer tokens.", _SHORT),
+    "request_latency": ("Submission to the last token.", _LONG),
+}
+_NOTHING: dict[str, Any] = {"rounds": 0, "made": 0, "tree": None}  # new since a report
 _log = logging.getLogger(__name__)
+# Clients that sum lines by a part of their name would count the `_created` series too.
+prometheus_client.disable_created_metrics()
 
 Watcher = Callable[[dict[str, Any]], None]
 
@@ -70,15 +101,6 @@ class RoundRecord:
         return sum(self.seconds.values())
 
 
-class _Registry(CollectorRegistry):
-    """Leaves out the `_created` series: clients that sum lines by a part of their name would count them too."""
-
-    def collect(self) -> Iterable[Metric]:
-        for metric in super().collect():
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            yield metric
-
-
 class Metrics:
     """Holds the counters, gauges and histograms of one server, for any thread to use.
 
@@ -90,93 +112,63 @@ class Metrics:
     """
 
     def __init__(self, name: str) -> None:
-        self.registry = registry = _Registry()
+        self._registry = registry = prometheus_client.CollectorRegistry()
+        self._vllm_labels = {"engine": "0", "model_name": "_".join(name.split())}
+        self._counters = {
+            key: Counter(key if ":" in key else f"ddtree_{key}", text, labels.split(), registry=registry)
+            for key, (text, labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            key: Histogram(f"ddtree_{key}_seconds", text, buckets=buckets, registry=registry)
+            for key, (text, buckets) in _HISTOGRAMS.items()
+        }
+        # Their readers look for these before the first round, too.
+        for suffix in ("drafts", "draft_tokens", "accepted_tokens"):
+            self.count(_VLLM + suffix, 0)
+        for depth in range(1, MAX_DEPTH + 1):
+            self._count_accepted(depth, 0)
 
-        def counter(suffix: str, text: str, *labels: str) -> Counter:
-            return Counter(f"ddtree_{suffix}", text, labels, registry=registry)
+    def count(self, name: str, more: float = 1, **labels: object) -> None:
+        """Add to a counter of `_COUNTERS`, as in `count("refused", reason="busy")`."""
+        if name.startswith(_VLLM):
+            labels |= self._vllm_labels
+        counter = self._counters[name]
+        (counter.labels(**labels) if labels else counter).inc(more)
 
-        def histogram(suffix: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"ddtree_{suffix}_seconds", text, buckets=buckets, registry=registry)
-
-        self.ttft = histogram("time_to_first_token", "Submission to the first token.", _LONG)
-        self.queue_time = histogram("queue_time", "Submission to the prompt's processing.", _LONG)
-        self.refused = counter("refused", "Answers not admitted, by why.", "reason")
-        self.engine_errors = counter("engine_errors", "Rounds that broke off.")
-        self.arm_switches = counter("arm_switches", "Changes of arm by the controller.", "before", "after")
-        self._tpot = histogram("time_per_output_token", "Of an answer, after its first token.", _SHORT)
-        self._itl = histogram("inter_token_latency", "A round's gap, shared by the tokens it made.", _SHORT)
-        self._chunks = histogram(
-            "inter_chunk_latency", "Between rounds that brought an answer tokens.", _SHORT
-        )
-        self._latency = histogram("request_latency", "Submission to the last token.", _LONG)
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self._cached = counter("cached_prompt_tokens", "Tokens of prompts taken from the prefix cache.")
-        self._generated = counter("generation_tokens", "Tokens of answers.")
-        self._requests = counter("requests", "Answers that ended, by why.", "finish_reason")
-        self._rounds = counter("rounds", "Rounds of all rows together.")
-        self._arms = counter("arm_rounds", "Rounds of a row, by how it was drafted for.", "arm")
-        self._parts = counter("time_seconds", "Seconds spent, by part of a round.", "part")
-        nodes = counter("draft_nodes", "Drafted nodes verified.")
-        accepted = counter("accepted_tokens", "Drafted nodes accepted.")
-        depths = counter("accepted_tokens_per_depth", "Drafted nodes accepted, by depth.", "depth")
-
-        labels = {"engine": "0", "model_name": "_".join(name.split())}
-
-        def vllm(suffix: str, text: str, *more: str) -> Counter:
-            return Counter(f"vllm:spec_decode_num_{suffix}", text, (*labels, *more), registry=registry)
-
-        self._drafts = vllm("drafts", "Rounds of a row that were drafted for.").labels(**labels)
-        self._nodes = (nodes, vllm("draft_tokens", "Drafted nodes.").labels(**labels))
-        self._accepted = (accepted, vllm("accepted_tokens", "Accepted drafted nodes.").labels(**labels))
-        positions = vllm("accepted_tokens_per_pos", "Accepted drafted nodes, by depth - 1.", "position")
-        self._depths = [
-            (depths.labels(depth=str(place + 1)), positions.labels(**labels, position=str(place)))
-            for place in range(MAX_DEPTH)
-        ]
+    def observe(self, name: str, seconds: float) -> None:
+        """Add a time to a histogram of `_HISTOGRAMS`."""
+        self._histograms[name].observe(seconds)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Report a number that is read when Prometheus asks, as `ddtree_NAME`."""
-        Gauge(f"ddtree_{name}", text, registry=self.registry).set_function(read)
+        Gauge(f"ddtree_{name}", text, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format (`CONTENT_TYPE`)."""
-        return generate_latest(self.registry)
+        return prometheus_client.generate_latest(self._registry)
 
     def round(self, record: RoundRecord) -> None:
         """Count a round."""
-        self._rounds.inc()
-        self._drafts.inc(sum(nodes > 0 for nodes in record.nodes))
+        self.count("rounds")
+        self.count(_VLLM + "drafts", sum(nodes > 0 for nodes in record.nodes))
         for arm in record.arms:
-            self._arms.labels(arm=arm).inc()
-        for nodes in self._nodes:
-            nodes.inc(sum(record.nodes))
-        for accepted in self._accepted:
-            accepted.inc(sum(record.accepted))
-        for depth in record.accepted:
-            for pair in self._depths[:depth]:
-                for at_depth in pair:
-                    at_depth.inc()
-
-    def spent(self, seconds: Mapping[str, float]) -> None:
-        """Count seconds by part of a round."""
-        for part, more in seconds.items():
-            self._parts.labels(part=part).inc(max(0.0, more))
+            self.count("arm_rounds", arm=arm)
+        for name in ("draft_nodes", _VLLM + "draft_tokens"):
+            self.count(name, sum(record.nodes))
+        for name in ("accepted_tokens", _VLLM + "accepted_tokens"):
+            self.count(name, sum(record.accepted))
+        for depth in range(1, max(record.accepted) + 1):
+            self._count_accepted(depth, sum(accepted >= depth for accepted in record.accepted))
 
     def tokens(self, count: int, gap: float) -> None:
         """Count tokens of an answer, `gap` seconds after its previous ones."""
-        self._chunks.observe(gap)
+        self.observe("inter_chunk_latency", gap)
         for _ in range(count):
-            self._itl.observe(gap / count)
+            self.observe("inter_token_latency", gap / count)
 
-    def ended(self, reason: str, stats: Stats, seconds: float, tpot: float | None) -> None:
-        """Count an answer that ended, with its seconds since submission and its seconds per token after the first."""
-        self._requests.labels(finish_reason=reason).inc()
-        self._prompt.inc(stats.prompt_tokens)
-        self._cached.inc(stats.cached_tokens)
-        self._generated.inc(stats.output_tokens)
-        self._latency.observe(seconds)
-        if tpot is not None:
-            self._tpot.observe(tpot)
+    def _count_accepted(self, depth: int, nodes: int) -> None:
+        self.count("accepted_tokens_per_depth", nodes, depth=depth)
+        self.count(_VLLM + "accepted_tokens_per_pos", nodes, position=depth - 1)
 
 
 class RoundBook:
@@ -211,10 +203,8 @@ class RoundBook:
             drafted: deque(maxlen=_ANSWERS) for drafted in (True, False)
         }
         self._watchers: list[Watcher] = []
-        self._unreported_rounds = self._unreported_tokens = 0
-        self._unreported_tree: dict[str, Any] | None = None
+        self._unreported = dict(_NOTHING)
         self._reported = self._drawn = self._looked = float("-inf")
-        self._seen: dict[tuple[str, ...], int] = {}
         self._last_switch: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def add(self, done: Round) -> None:
@@ -237,20 +227,31 @@ class RoundBook:
             watchers = list(self._watchers)
         due = record.time - self._drawn >= (_TREE_EVERY if watchers else _IDLE_TREE_EVERY)
         if due and any(record.nodes):
-            self.tree = self._unreported_tree = self._draw(done)
+            self.tree = self._unreported["tree"] = self._draw(done)
             self._drawn = record.time
         self._report(record, watchers)
 
-    def answer_ended(self, ttft: float, tpot: float, *, drafted: bool) -> None:
+    def answer_ended(
+        self, reason: str, stats: Stats, seconds: float, ttft: float | None = None, tpot: float | None = None
+    ) -> None:
         """Record an answer that ended.
 
         Args:
-            ttft: seconds from its submission to its first token.
-            tpot: seconds per token after that.
-            drafted: any of its rounds had a draft.
+            reason: as `Sequence.finish_reason`.
+            stats: its figures.
+            seconds: from its submission to its end.
+            ttft: seconds from its submission to its first token, if it has one.
+            tpot: seconds per token after that, if it has more.
         """
-        with self._lock:
-            self._answers[drafted].append((ttft, tpot))
+        self.metrics.count("requests", finish_reason=reason)
+        self.metrics.count("prompt_tokens", stats.prompt_tokens)
+        self.metrics.count("cached_prompt_tokens", stats.cached_tokens)
+        self.metrics.count("generation_tokens", stats.output_tokens)
+        self.metrics.observe("request_latency", seconds)
+        if ttft is not None and tpot is not None:
+            self.metrics.observe("time_per_output_token", tpot)
+            with self._lock:
+                self._answers[any(arm != "off" for arm in stats.arms)].append((ttft, tpot))
 
     def window_stats(self) -> dict[str, Any]:
         """Return figures of the last 10 seconds, of each arm's last 256 rounds, and of the last 32 answers.
@@ -261,15 +262,11 @@ class RoundBook:
         with self._lock:
             since = self._now() - _WINDOW
             recent = [record for record in self._recent if record.time >= since]
-            rows = sum(len(record.arms) for record in recent)
-            tokens = sum(record.tokens for record in recent)
-            seconds = sum(record.duration for record in recent)
             return {
-                "tau": tokens / rows if rows else None,
-                "tokens_per_second": tokens / seconds if seconds else None,
+                **_rates([(len(record.arms), record.tokens, record.duration) for record in recent]),
                 "drafted": _medians(self._answers[True]),
                 "plain": _medians(self._answers[False]),
-                "by_arm": {arm: _arm_stats(arm, records) for arm, records in self._by_arm.items()},
+                "by_arm": {arm: self._arm_stats(arm) for arm in self._by_arm},
             }
 
     def accepted_per_depth(self) -> list[float]:
@@ -301,36 +298,41 @@ class RoundBook:
         for controller in controllers:
             key = tuple(str(controller[name]) for name in _CONTROLLER_KEY)
             load = controller.pop("rows")
+            last = self._last_switch.get(key)
             for switch in controller["switches"]:
-                if switch["round"] > self._seen.get(key, 0):
-                    self._seen[key] = switch["round"]
-                    self._last_switch[key] = {**switch, "load": load, "at": time.time()}
-                    self.switches.append(self._last_switch[key])
-                    self.metrics.arm_switches.labels(before=switch["before"], after=switch["after"]).inc()
-            last = self._last_switch.get(key, {})
-            controller.update(load=load, reason=last.get("reason", "first choice"), at=last.get("at"))
+                if last is None or switch["round"] > last["round"]:
+                    last = self._last_switch[key] = {**switch, "load": load, "at": time.time()}
+                    self.switches.append(last)
+                    self.metrics.count("arm_switches", before=switch["before"], after=switch["after"])
+            since = last or {"reason": "first choice", "at": None}
+            controller.update(load=load, reason=since["reason"], at=since["at"])
         self.controllers = controllers[-_SHOWN:]
+
+    def _arm_stats(self, arm: str) -> dict[str, Any]:
+        rows = [
+            (1, 1 + accepted, record.duration)
+            for record in self._by_arm[arm]
+            for name, accepted in zip(record.arms, record.accepted, strict=True)
+            if name == arm
+        ]
+        return {"rounds": len(rows), **_rates(rows)}
 
     def _report(self, record: RoundRecord, watchers: list[Watcher]) -> None:
         """Tell watchers of this round and of those since the last report."""
-        self._unreported_rounds += 1
-        self._unreported_tokens += record.tokens
+        self._unreported["rounds"] += 1
+        self._unreported["made"] += record.tokens
         if not watchers or record.time - self._reported < _REPORT_EVERY:
             return
         report = {
             "t": time.time(),
             "rows": len(record.arms),
-            "rounds": self._unreported_rounds,
-            "made": self._unreported_tokens,
             "arm": ", ".join(dict.fromkeys(record.arms)),
             "accepted": record.accepted,
             "nodes": record.nodes,
             "seconds": record.seconds,
-            "tree": self._unreported_tree,
+            **self._unreported,
         }
-        self._reported = record.time
-        self._unreported_rounds = self._unreported_tokens = 0
-        self._unreported_tree = None
+        self._reported, self._unreported = record.time, dict(_NOTHING)
         for watcher in watchers:
             try:
                 watcher(report)
@@ -358,18 +360,11 @@ class RoundBook:
         }
 
 
-def _arm_stats(arm: str, records: Iterable[RoundRecord]) -> dict[str, Any]:
-    rows = [
-        (1 + accepted, record.duration)
-        for record in records
-        for name, accepted in zip(record.arms, record.accepted, strict=True)
-        if name == arm
-    ]
-    tokens = sum(made for made, _ in rows)
-    seconds = sum(spent for _, spent in rows)
+def _rates(rounds: Collection[tuple[int, int, float]]) -> dict[str, Any]:
+    """Return `tau` and `tokens_per_second` of rounds, given as (rows, tokens, seconds); None where there are none."""
+    rows, tokens, seconds = (sum(column) for column in zip((0, 0, 0.0), *rounds, strict=True))
     return {
-        "rounds": len(rows),
-        "tau": tokens / len(rows),
+        "tau": tokens / rows if rows else None,
         "tokens_per_second": tokens / seconds if seconds else None,
     }
 

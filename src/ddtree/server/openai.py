@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from ddtree import prompts
 from ddtree.engine.sequence import Result
 from ddtree.errors import ConfigError
-from ddtree.sampling.noise import MAX_SEED
 from ddtree.sampling.params import SamplingParams
 from ddtree.server import http, schemas
+from ddtree.server.engine_thread import EngineThread
 from ddtree.server.handle import ClosingError, DeltaQueue, GenerationRequest, TokenDelta
 from ddtree.server.http import ApiError, invalid_value
 from ddtree.server.schemas import ChatRequest, CompletionRequest, GenerationFields, StreamOptions
-from ddtree.server.state import AppState
-from ddtree.server.tokens import CompletionLogprobs, chat_logprobs, encode_chat, prompt_logprobs
+from ddtree.server.tokens import CompletionLogprobs, as_text, chat_logprobs, encode_chat, prompt_logprobs
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion whose request names no limit: OpenAI's default."""
@@ -28,51 +30,93 @@ _CLIENT_LEFT = 499
 """The status for a client that has closed the connection, as nginx logs it."""
 _log = logging.getLogger(__name__)
 router = APIRouter()
+T = TypeVar("T")
+
+
+class AppState:
+    """The engine's thread behind one application, and what the handlers of all requests need besides.
+
+    Args:
+        worker: makes the answers.
+        sampling_defaults: fields of `SamplingParams` for requests that leave them out.
+
+    Attributes:
+        created: Unix time at which the application was made, in seconds.
+    """
+
+    def __init__(self, worker: EngineThread, sampling_defaults: dict[str, Any]) -> None:
+        self.worker = worker
+        self.sampling_defaults = sampling_defaults
+        self.created = int(time.time())
+        # One thread: long texts take a while, and not all tokenizers may be used by several.
+        self._executor = ThreadPoolExecutor(1, "ddtree-encode")
+
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs beside the event loop; one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request asks for another model."""
+        if name not in (None, "", self.worker.name):
+            message = f"the model {name!r} is not served here: ask for {self.worker.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def state_of(request: Request) -> AppState:
+    """Return the state of a request's application."""
+    state: AppState = request.app.state.ddtree
+    return state
+
+
+State = Annotated[AppState, Depends(state_of)]
+"""The type of a handler's argument that FastAPI fills with the application's state."""
 
 
 @router.post("/v1/chat/completions", responses=http.STREAM_RESPONSES)
-async def chat_completions(body: ChatRequest, request: Request) -> Response:
+async def chat_completions(body: ChatRequest, request: Request, state: State) -> Response:
     """Answer a chat: n choices, whole or as server-sent events."""
-    return await _generate(body, request, [body])
+    return await _generate(body, request, state, [body])
 
 
 @router.post("/v1/completions", responses=http.STREAM_RESPONSES)
-async def completions(body: CompletionRequest, request: Request) -> Response:
+async def completions(body: CompletionRequest, request: Request, state: State) -> Response:
     """Continue one prompt or several, n times each; choice i * n + j is the j-th of prompt i."""
     prompt = body.prompt
     if not prompt:
         message = "prompt is empty: give at least one character"
         raise ApiError(400, message, param="prompt", code="invalid_prompt")
     one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    return await _generate(body, request, [prompt] if one else list(prompt))
+    return await _generate(body, request, state, [prompt] if one else list(prompt))
 
 
-async def _generate(body: GenerationFields, request: Request, sources: list[Any]) -> Response:
-    """Answer a request, whose prompts are made of `sources`: a chat, texts, or lists of token ids."""
-    state = AppState.of(request)
+async def _generate(
+    body: GenerationFields, request: Request, state: AppState, sources: list[Any]
+) -> Response:
+    """Answer a request, whose prompts are made of `sources`: a chat, texts, or lists of token ids.
+
+    The answers end when the client leaves.
+    """
     check_request(state, body, len(sources))
-    tokenizer = state.worker.model.tokenizer
-    chat, echo = isinstance(body, ChatRequest), getattr(body, "echo", None)
-    default = state.worker.limits.max_tokens if chat else COMPLETION_TOKENS
-    params = schemas.sampling_params(body, state.sampling_defaults, tokenizer, default)
+    worker, tokenizer, chat = state.worker, state.worker.model.tokenizer, isinstance(body, ChatRequest)
+    most = worker.limits.max_tokens if chat else COMPLETION_TOKENS
+    params = schemas.sampling_params(body, state.sampling_defaults, tokenizer, most)
     encode = encode_chat if chat else prompts.encode
     encoded = await state.run_in_thread(lambda: [encode(tokenizer, source) for source in sources])
     echoes = [""] * len(sources)
-    if echo:
-        echoes = await state.run_in_thread(lambda: [_as_text(tokenizer, source) for source in sources])
-    choices = Choices(state, body, encoded, params)
-    return await ResponseFormatter(state, body, choices, echoes).respond(request)
+    if getattr(body, "echo", None):
+        echoes = await state.run_in_thread(lambda: [as_text(tokenizer, source) for source in sources])
+    choices = Choices(worker, body, encoded, params)
+    formatter = ResponseFormatter(worker, body, choices, echoes)
+    if body.stream:
+        return http.EventStream(formatter.chunks(), choices.cancel)
+    try:
+        whole = await http.unless_disconnected(request.receive, formatter.whole())
+    finally:
+        choices.cancel()
+    return Response(status_code=_CLIENT_LEFT) if whole is None else http.json_response(whole)
 
 
-def _as_text(tokenizer: Any, prompt: str | list[int]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if tokenizer is None:
-        return ""
-    return str(tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def check_request(state: AppState, body: GenerationFields, prompts: int = 1) -> None:
+def check_request(state: AppState, body: GenerationFields, prompts: int) -> None:
     """Raise ApiError for what is wrong with a request of so many prompts, before anything is encoded."""
     worker = state.worker
     state.check_model(body.model)
@@ -91,18 +135,11 @@ def check_request(state: AppState, body: GenerationFields, prompts: int = 1) -> 
         raise invalid_value("ddtree", str(error)) from error
 
 
-def seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """Return parameters for n answers to one prompt: the first has the given seed, the others those after it."""
-    if params.seed is None:
-        return [params] * n
-    return [replace(params, seed=(params.seed + i) % MAX_SEED) for i in range(n)]
-
-
 class Choices:
     """The answers to one HTTP request. They are submitted at once, and must be ended by `cancel` in any case.
 
     Args:
-        state: of the application.
+        worker: makes them.
         body: the request.
         prompts: token ids of each prompt, answered `body.n` times.
         params: how to sample.
@@ -115,28 +152,23 @@ class Choices:
     """
 
     def __init__(
-        self,
-        state: AppState,
-        body: GenerationFields,
-        prompts: list[list[int]],
-        params: SamplingParams,
+        self, worker: EngineThread, body: GenerationFields, prompts: list[list[int]], params: SamplingParams
     ) -> None:
         self._n = body.n or 1
         # One token is made all the same, and not reported.
-        self._prompt_only = schemas.requested_tokens(body, least=0) == 0
+        self._prompt_only = body.token_limit == 0
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = 0
-        text = state.worker.model.tokenizer is not None
         requests = [
-            GenerationRequest(prompt, one, body.ddtree, text)
+            GenerationRequest(prompt, one, body.ddtree)
             for prompt in prompts
-            for one in seeded(params, self._n)
+            for one in schemas.seeded(params, self._n)
         ]
         self.first_tokens = [request.prompt[0] for request in requests]
         self._results: list[Result | None] = [None] * len(requests)
-        self._worker = state.worker
+        self._worker = worker
         self._queue: DeltaQueue[tuple[int, TokenDelta]] = DeltaQueue()
-        self._handles = state.worker.submit(requests, self._queue)
+        self._handles = worker.submit(requests, self._queue)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta] | None]:
         """Yield (index of the choice, delta) until all have ended; None for 15 seconds without one (keep-alive).
@@ -228,62 +260,40 @@ class ResponseFormatter:
     """Writes the choices of one request as one JSON body, or as the chunks of a stream.
 
     Args:
-        state: of the application.
+        worker: makes the answers.
         body: the request, of a chat or of completions.
         choices: its answers.
         echoes: of each prompt, the text before its answers; empty for chats.
     """
 
-    def __init__(self, state: AppState, body: GenerationFields, choices: Choices, echoes: list[str]) -> None:
-        self._texts = state.worker.texts
+    def __init__(
+        self, worker: EngineThread, body: GenerationFields, choices: Choices, echoes: list[str]
+    ) -> None:
+        self._texts = worker.texts
         self._choices = choices
         self._chat = isinstance(body, ChatRequest)
-        self._stream = bool(body.stream)
         self._options = body.stream_options or StreamOptions()  # type: ignore[call-arg]
         self._detailed = bool(body.ddtree_details)
         self._timed = self._detailed or bool(body.ddtree_timings)
         self._echoes = [echo for echo in echoes for _ in range(body.n or 1)]
-        special = getattr(state.worker.model.tokenizer, "all_special_ids", ())
+        special = getattr(worker.model.tokenizer, "all_special_ids", ())
         hidden = frozenset(() if body.skip_special_tokens is False else special)
         self._logprobs = [CompletionLogprobs(self._texts, len(echo), hidden) for echo in self._echoes]
         kind = "chat.completion" if self._chat else "text_completion"
         self._head = {
-            "id": http.new_id("chatcmpl" if self._chat else "cmpl"),
-            "object": kind + ".chunk" if self._chat and self._stream else kind,
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": kind + ".chunk" if self._chat and body.stream else kind,
             "created": int(time.time()),
-            "model": state.worker.name,
+            "model": worker.name,
         }
 
-    async def respond(self, request: Request) -> Response:
-        """Return the response. The answers end when the client leaves."""
-        if self._stream:
-            return http.EventStream(self._chunks(), self._choices.cancel)
-        try:
-            whole = await http.unless_disconnected(request.receive, self._whole())
-        finally:
-            self._choices.cancel()
-        return Response(status_code=_CLIENT_LEFT) if whole is None else http.json_response(whole)
-
-    async def _whole(self) -> dict[str, Any]:
-        choices = [
-            {**self._whole_choice(index, answer), **self._details(answer)}
-            for index, answer in enumerate(await self._choices.complete())
-        ]
+    async def whole(self) -> dict[str, Any]:
+        """Return the response's JSON, once all answers have ended."""
+        answers = enumerate(await self._choices.complete())
+        choices = [self._whole_choice(index, answer) for index, answer in answers]
         return {**self._head, "choices": choices, "usage": self._choices.usage(), **self._figures()}
 
-    def _whole_choice(self, index: int, answer: TokenDelta) -> dict[str, Any]:
-        assert answer.result is not None
-        reason = answer.result.finish_reason
-        logprobs = self._answer_logprobs(index, answer)
-        if self._chat:
-            message = {"role": "assistant", "content": answer.text, "refusal": None}
-            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        before = self._prompt_logprobs(index, answer)
-        if before is not None and logprobs is not None:
-            logprobs = {name: before[name] + logprobs[name] for name in before}
-        return self._text_choice(index, self._echoes[index] + answer.text, logprobs or before, reason)
-
-    async def _chunks(self) -> AsyncGenerator[str, None]:
+    async def chunks(self) -> AsyncGenerator[str, None]:
         """Yield server-sent events. An error after the first of them is one of them."""
         opened: set[int] = set()
         try:
@@ -293,21 +303,19 @@ class ResponseFormatter:
                     continue
                 index, delta = item
                 # With the first token, not before: clients take the first chunk for it when they measure.
-                if index not in opened:
-                    opened.add(index)
-                    if self._chat:
-                        yield self._chunk(self._delta_choice(index, {"role": "assistant", "content": ""}))
-                    elif self._echoes[index]:
-                        before = self._prompt_logprobs(index, delta)
-                        yield self._chunk(self._text_choice(index, self._echoes[index], before))
+                if index not in opened and (self._chat or self._echoes[index]):
+                    opening = {"role": "assistant", "content": self._echoes[index]}
+                    yield self._chunk(index, opening, self._prompt_logprobs(index, delta))
+                opened.add(index)
                 if delta.text or (delta.tokens and (self._detailed or delta.logprobs)):
-                    yield self._chunk(self._new_text(index, delta), self._details(delta))
+                    logprobs = self._answer_logprobs(index, delta)
+                    yield self._chunk(index, {"content": delta.text}, logprobs, **self._details(delta))
                 if delta.result is not None:
                     # Figures come with the usage where there is one.
                     figures = {} if self._options.include_usage else self._figures(index)
-                    yield self._chunk(self._ending(index, delta.result.finish_reason), figures)
+                    yield self._chunk(index, {}, reason=delta.result.finish_reason, **figures)
             if self._options.include_usage:
-                yield self._chunk(None, {"usage": self._choices.usage(), **self._figures()})
+                yield self._event([], usage=self._choices.usage(), **self._figures())
         except Exception as error:
             known = http.api_error(error)
             if known.status_code == 500:
@@ -315,25 +323,43 @@ class ResponseFormatter:
             yield http.event(known.body())
         yield http.STREAM_DONE
 
-    def _new_text(self, index: int, delta: TokenDelta) -> dict[str, Any]:
-        logprobs = self._answer_logprobs(index, delta)
+    def _whole_choice(self, index: int, answer: TokenDelta) -> dict[str, Any]:
+        assert answer.result is not None
+        logprobs = self._answer_logprobs(index, answer)
+        before = self._prompt_logprobs(index, answer)
+        if before and logprobs:
+            logprobs = {name: before[name] + logprobs[name] for name in before}
+        text = self._echoes[index] + answer.text
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {
+            "index": index,
+            **({"message": message} if self._chat else {"text": text}),
+            "logprobs": logprobs or before,
+            "finish_reason": answer.result.finish_reason,
+            **self._details(answer),
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        **more: Any,
+    ) -> str:
+        """Return an event of one choice: chats send the delta, completions its text alone."""
         if not self._chat:
-            return self._text_choice(index, delta.text, logprobs)
-        choice = self._delta_choice(index, {"content": delta.text})
-        return choice if logprobs is None else {**choice, "logprobs": logprobs}
+            choice = {"index": index, "text": delta.get("content", ""), "logprobs": logprobs}
+        elif logprobs is None:
+            choice = {"index": index, "delta": delta}
+        else:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs}
+        return self._event([{**choice, "finish_reason": reason}], **more)
 
-    def _ending(self, index: int, reason: str) -> dict[str, Any]:
-        if self._chat:
-            return self._delta_choice(index, {}, reason)
-        return self._text_choice(index, "", None, reason)
-
-    def _delta_choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "finish_reason": reason}
-
-    def _text_choice(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None
-    ) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        if self._options.continuous_usage_stats:
+            more.setdefault("usage", self._choices.usage())
+        return http.event({**self._head, "choices": choices, **more})
 
     def _prompt_logprobs(self, index: int, delta: TokenDelta) -> dict[str, Any] | None:
         if delta.prompt_logprobs is None:
@@ -355,9 +381,3 @@ class ResponseFormatter:
 
     def _figures(self, index: int | None = None) -> dict[str, Any]:
         return {"ddtree": {"timings": self._choices.timings(index)}} if self._timed else {}
-
-    def _chunk(self, choice: dict[str, Any] | None, more: dict[str, Any] | None = None) -> str:
-        chunk = {**self._head, "choices": [] if choice is None else [choice], **(more or {})}
-        if self._options.continuous_usage_stats:
-            chunk.setdefault("usage", self._choices.usage())
-        return http.event(chunk)

@@ -5,27 +5,26 @@ Unknown fields are ignored, unless they would change the answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ddtree.engine.detokenizer import bad_word_ids
 from ddtree.sampling.noise import MAX_SEED
 from ddtree.sampling.params import MAX_TOKEN, SamplingParams
-from ddtree.server.http import ApiError, invalid_value
+from ddtree.server.http import ApiError, invalid_value, unsupported
 
-MAX_BIASES = 4096
 MAX_PROMPTS = 4096
 MAX_LOGPROBS = 20
 _MAX_CHARACTERS = 1024  # of a stop string or bad word
 # Most entries of fields that cost time at every token.
-_MAX_ENTRIES = {"stop": 64, "bad_words": 64, "stop_token_ids": 1024}
+_MAX_ENTRIES = {"stop": 64, "bad_words": 64, "stop_token_ids": 1024, "logit_bias": 4096}
 _FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_SAME_NAME = (
+_SAME_NAME = {
     *_FROM_MODEL, "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "stop",
     "ignore_eos", "skip_special_tokens",
-)  # fmt: skip
+}  # fmt: skip
 
 T = TypeVar("T")
 # Only the first complaint is reported: to list one for each of a million entries would block other answers for seconds.
@@ -33,10 +32,8 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
-def _check_size(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"has {len(value)} entries: at most {MAX_BIASES}")
-    return value
+# The number of tokens whose log-probabilities are reported.
+TopTokens = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class StrictModel(BaseModel):
@@ -56,8 +53,10 @@ class GenerationFields(StrictModel):
     """The fields that chats and completions share."""
 
     model: str | None = Field(None, description="As in /v1/models; may be left out.")
-    max_tokens: int | None = Field(None, description="Most tokens of each answer.")
-    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN, description="Most tokens of each answer.")
+    max_completion_tokens: int | None = Field(
+        None, ge=0, le=MAX_TOKEN, description="Newer name of max_tokens."
+    )
     temperature: float | None = Field(None, description="0 always takes the likeliest token; up to 100.")
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 or -1: all.")
@@ -73,9 +72,7 @@ class GenerationFields(StrictModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_check_size)] = Field(
-        None, description="Token id to -100..100."
-    )
+    logit_bias: dict[str, float] | None = Field(None, description="Token id to -100..100.")
     bad_words: Many[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -87,6 +84,23 @@ class GenerationFields(StrictModel):
         None, description="Report how each token was made, and the figures of each answer."
     )
     ddtree_timings: bool | None = Field(None, description="Report the figures of each answer.")
+
+    @field_validator(*_MAX_ENTRIES, mode="before")
+    @classmethod
+    def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
+        entries = value if isinstance(value, list | dict) else [value]
+        most = _MAX_ENTRIES[str(info.field_name)]
+        if len(entries) > most:
+            raise ValueError(f"has {len(entries)} entries: at most {most}")
+        longest = max((len(entry) for entry in entries if isinstance(entry, str)), default=0)
+        if longest > _MAX_CHARACTERS:
+            raise ValueError(f"holds {longest} characters in one string: at most {_MAX_CHARACTERS}")
+        return value
+
+    @property
+    def token_limit(self) -> int | None:
+        """Return the most tokens of an answer, by either name; None where the request does not say."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class ContentPart(StrictModel):
@@ -103,16 +117,21 @@ class ChatMessage(StrictModel):
     content: str | Many[ContentPart] | None = None
 
 
-class ChatRequest(GenerationFields):
+class TemplateFields(StrictModel):
+    """Variables of the chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatRequest(GenerationFields, TemplateFields):
     """The body of `/v1/chat/completions`."""
 
     messages: Many[ChatMessage]
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopTokens = None
     reasoning_effort: str | None = Field(None, description="Handed to the chat template.")
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
 
 
 class CompletionRequest(GenerationFields):
@@ -120,19 +139,16 @@ class CompletionRequest(GenerationFields):
 
     prompt: str | Many[int] | Prompts[str] | Prompts[Many[int]]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: TopTokens = None
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(TemplateFields):
     """The body of `/tokenize`: either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Many[ChatMessage] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -170,7 +186,8 @@ class ErrorBody(BaseModel):
 # Fields that clients send and this server does not support: the reason, and the values besides the empty ones that ask
 # for nothing.
 _Refusals = dict[str, tuple[str, tuple[Any, ...]]]
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values of any field that ask for nothing."""
 _TOOLS = "tool calls are not supported: leave it out, or send tool_choice none"
 _GRAMMAR = "answers cannot be held to a grammar"
 _SAMPLER = "there is no such way to sample: temperature, top_p, top_k and min_p are there"
@@ -219,57 +236,23 @@ _UNSUPPORTED_IN_COMPLETIONS: _Refusals = {
     "add_special_tokens": ("send token ids as prompt", (True,)),
     "suffix": ("text cannot be filled in before a suffix", ()),
 }
-_TEMPLATE_ARGUMENTS = frozenset({
-    "chat_template", "tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation",
-    "max_length", "conversation", "messages", "return_assistant_tokens_mask", "tools", "documents", "self",
-})  # fmt: skip
 
 
 def refuse_unsupported(request: GenerationFields) -> None:
     """Raise ApiError for the first field that is not supported."""
     sent = request.model_extra or {}
     chat = isinstance(request, ChatRequest)
-    if sent.get("tools") not in _EMPTY and sent.get("tool_choice") != "none":
-        raise _unsupported("tools", _TOOLS)
+    if sent.get("tools") not in EMPTY and sent.get("tool_choice") != "none":
+        raise unsupported("tools", _TOOLS)
     if not chat and sent.get("best_of") not in (None, request.n or 1):
-        raise _unsupported("best_of", "it must equal n, as no answers are made and thrown away")
+        raise unsupported("best_of", "it must equal n, as no answers are made and thrown away")
     refusals = _UNSUPPORTED | (_UNSUPPORTED_IN_CHATS if chat else _UNSUPPORTED_IN_COMPLETIONS)
     for name, (reason, harmless) in refusals.items():
         value = sent.get(name)
         # 1 == True in Python, but not in JSON.
         same = any(type(value) is type(one) and value == one for one in harmless)
-        if not same and value not in _EMPTY:
-            raise _unsupported(name, reason)
-
-
-def refuse_template_arguments(names: Iterable[str]) -> None:
-    """Raise ApiError for template variables that are arguments of the tokenizer and not of the template."""
-    for name in names:
-        if name in _TEMPLATE_ARGUMENTS:
-            message = f"chat_template_kwargs: {name} is not for clients to set"
-            raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
-
-
-def refuse_unless_text(message: ChatMessage, place: str) -> None:
-    """Raise ApiError for a message that holds something besides text.
-
-    Args:
-        message: of a chat.
-        place: names the message in errors, as "messages[0]".
-    """
-    sent = message.model_extra or {}
-    for name in ("tool_calls", "function_call", "audio"):
-        if sent.get(name) not in _EMPTY:
-            kind = "audio is" if name == "audio" else "tool calls are"
-            raise _unsupported(f"{place}.{name}", f"{kind} not supported")
-    for i, part in enumerate(message.content if isinstance(message.content, list) else []):
-        if part.type != "text":
-            reason = f"{part.type!r} is not supported: parts are text"
-            raise _unsupported(f"{place}.content[{i}].type", reason)
-
-
-def _unsupported(name: str, reason: str) -> ApiError:
-    return ApiError(400, f"{name}: {reason}", param=name, code="unsupported_parameter")
+        if not same and value not in EMPTY:
+            raise unsupported(name, reason)
 
 
 def sampling_defaults(model: Any) -> dict[str, Any]:
@@ -292,34 +275,22 @@ def sampling_params(
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
-        ApiError: a list, a string or a number is too large, or needs a tokenizer that the model lacks.
+        ApiError: no token is asked for, or a field needs a tokenizer that the model lacks.
     """
     logprobs, echo = requested_logprobs(request), getattr(request, "echo", None)
+    asked = request.token_limit
     # With an echo, the prompt alone may be wanted; one token is made all the same.
-    asked = requested_tokens(request, least=0 if echo else 1)
-    fields = dict(defaults)
-    for name, most in _MAX_ENTRIES.items():
-        value = getattr(request, name)
-        entries = value if isinstance(value, list) else [value]
-        if len(entries) > most:
-            raise invalid_value(name, f"{name} has {len(entries)} entries: at most {most}")
-        longest = max((len(entry) for entry in entries if isinstance(entry, str)), default=0)
-        if longest > _MAX_CHARACTERS:
-            message = f"{name} holds {longest} characters in one string: at most {_MAX_CHARACTERS}"
-            raise invalid_value(name, message)
-    for name in _SAME_NAME:
-        value = getattr(request, name)
-        if value is not None:
-            fields[name] = value
+    if asked == 0 and not echo:
+        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        raise invalid_value(name, f"{name} must be at least 1, not 0")
+    for name in ("bad_words", "stop"):
+        if tokenizer is None and getattr(request, name):
+            raise ApiError(400, f"{name} needs a tokenizer, which this model lacks", param=name)
+    fields = defaults | request.model_dump(include=_SAME_NAME, exclude_none=True)
     if request.include_stop_str_in_output is not None:
         fields["include_stop"] = request.include_stop_str_in_output
     if request.bad_words:
-        if tokenizer is None:
-            raise ApiError(400, "bad_words needs a tokenizer, which this model lacks", param="bad_words")
         fields["bad_words"] = bad_word_ids(tokenizer, request.bad_words)
-    if request.stop and tokenizer is None:
-        message = "stop needs a tokenizer, which this model lacks: use stop_token_ids"
-        raise ApiError(400, message, param="stop")
     if request.seed is not None:
         # Clients send any 64-bit number.
         fields["seed"] = request.seed % MAX_SEED
@@ -331,28 +302,22 @@ def sampling_params(
     )
 
 
-def requested_tokens(request: GenerationFields, least: int = 1) -> int | None:
-    """Return the token limit that a request gives, by either name; None without one. Raises ApiError below `least`."""
-    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    asked: int | None = getattr(request, name)
-    if asked is not None and not least <= asked <= MAX_TOKEN:
-        raise invalid_value(name, f"{name} must be from {least} to {MAX_TOKEN}, not {asked}")
-    return asked
+def seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """Return parameters for n answers to one prompt: the first has the given seed, the others those after it."""
+    if params.seed is None:
+        return [params] * n
+    return [replace(params, seed=(params.seed + i) % MAX_SEED) for i in range(n)]
 
 
 def requested_logprobs(request: GenerationFields) -> int | None:
     """Return the number of likely tokens to report for each token; None for no log-probabilities.
 
     Raises:
-        ApiError: the number is outside 0 to 20, or a chat gives one without `logprobs`.
+        ApiError: a chat gives a number without `logprobs`.
     """
-    if isinstance(request, ChatRequest):
-        name, count = "top_logprobs", request.top_logprobs
-        if count is not None and not request.logprobs:
-            raise invalid_value(name, "top_logprobs needs logprobs: true")
-        count = (count or 0) if request.logprobs else None
-    else:
-        name, count = "logprobs", getattr(request, "logprobs", None)
-    if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise invalid_value(name, f"{name} must be from 0 to {MAX_LOGPROBS}, not {count}")
-    return count
+    if not isinstance(request, ChatRequest):
+        count: int | None = getattr(request, "logprobs", None)
+        return count
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true")
+    return (request.top_logprobs or 0) if request.logprobs else None

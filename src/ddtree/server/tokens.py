@@ -6,17 +6,17 @@ import codecs
 import re
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from ddtree import prompts
 from ddtree.sampling.sampler import TokenLogprobs
-from ddtree.server.http import ApiError
-from ddtree.server.schemas import (
-    ChatMessage,
-    ChatRequest,
-    TokenizeRequest,
-    refuse_template_arguments,
-    refuse_unless_text,
-)
+from ddtree.server.http import ApiError, unsupported
+from ddtree.server.schemas import EMPTY, ChatMessage, ChatRequest, TokenizeRequest
 
+_TEMPLATE_ARGUMENTS = frozenset({
+    "chat_template", "tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation",
+    "max_length", "conversation", "messages", "return_assistant_tokens_mask", "tools", "documents", "self",
+})  # fmt: skip
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LOWEST = -9999.0
 """The value written for a log-probability of minus infinity, which JSON cannot hold."""
@@ -26,7 +26,7 @@ def encode_chat(tokenizer: Any, request: ChatRequest | TokenizeRequest) -> list[
     """Return the token ids of a request's messages, through the model's chat template.
 
     Raises:
-        ApiError: a message holds something besides text.
+        ApiError: a message holds something besides text, or a variable is not one of the template's.
         PromptError: as `prompts.encode`.
     """
     messages = request.messages or []
@@ -43,7 +43,9 @@ def encode_chat(tokenizer: Any, request: ChatRequest | TokenizeRequest) -> list[
 
 def _template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     given = dict(request.chat_template_kwargs or {})
-    refuse_template_arguments(given)
+    for name in _TEMPLATE_ARGUMENTS & given.keys():
+        message = f"chat_template_kwargs: {name} is not for clients to set"
+        raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
     effort = getattr(request, "reasoning_effort", None)
     if effort is not None:
         given.setdefault("reasoning_effort", effort)
@@ -56,22 +58,32 @@ def _template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any
 
 
 def _message(message: ChatMessage, place: str) -> dict[str, Any]:
-    refuse_unless_text(message, place)
     more = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    for name in ("tool_calls", "function_call", "audio"):
+        if more.get(name) not in EMPTY:
+            kind = "audio is" if name == "audio" else "tool calls are"
+            raise unsupported(f"{place}.{name}", f"{kind} not supported")
     content = message.content or ""
     if isinstance(content, list):
+        for i, part in enumerate(content):
+            if part.type != "text":
+                reason = f"{part.type!r} is not supported: parts are text"
+                raise unsupported(f"{place}.content[{i}].type", reason)
         content = "\n".join(part.text or "" for part in content)
     return {**more, "role": message.role, "content": content}
 
 
-def _byte_level() -> dict[str, int]:
-    """Return the byte of each character of byte-level vocabularies: itself where it is printable (GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def as_text(tokenizer: Any, prompt: str | list[int]) -> str:
+    """Return a prompt as text, special tokens included; token ids are "" without a tokenizer."""
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        return ""
+    return str(tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-_BYTES = _byte_level()
+# The byte of each character of byte-level vocabularies.
+_BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 class TokenTexts:

@@ -12,6 +12,7 @@ from ddtree.model.target import Target
 from ddtree.train import steps
 from ddtree.train.config import TrainConfig
 from ddtree.train.distributed import Group, local_device, wants_fsdp
+from ddtree.train.evaluate import EvaluationOptions
 from ddtree.train.options import add_options
 from ddtree.train.synthesize import SynthesisConfig
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(group, steps.DrafterOptions)
     group = parser.add_argument_group("heads", "options of `fit` that are not named here hold for both")
     add_options(group, steps.HeadOptions)
-    add_options(parser.add_argument_group("evaluate"), steps.EvaluationOptions)
+    add_options(parser.add_argument_group("evaluate"), EvaluationOptions)
 
 
 def run(args: argparse.Namespace) -> int:

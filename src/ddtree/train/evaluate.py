@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from ddtree.drafters import Drafter, DraftRow
-from ddtree.drafters.dflash.checkpoint import read
+from ddtree.drafters.dflash.checkpoint import backbone_of, read
 from ddtree.drafters.dflash.d2sd import D2SD
-from ddtree.drafters.dflash.drafter import backbone_of
 from ddtree.drafters.dflash.heads import KINDS
 from ddtree.drafters.loading import NGRAMS as TABLE_PART
 from ddtree.drafters.loading import load_drafter
@@ -28,9 +27,19 @@ from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
 from ddtree.train.data import Example
 from ddtree.train.export import DRAFTER, NGRAMS, DrafterScore
+from ddtree.train.options import option
 from ddtree.tree import MAX_DEPTH, following, walk
 
 _ROWS, _CPU_ROWS = 64, 16
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Settings of the step `evaluate`. Each field's help describes it."""
+
+    answers: Path | None = option(None, "a shard to evaluate on beside the held-out answers")
+    budgets: list[int] = option([8, 16, 32], "default: 8 16 32")
+    limit: int = option(200, "most conversations of a set (default: %(default)s)")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddtree.drafters.dflash.heads import Head, Markov
+from ddtree.drafters.dflash.heads import KINDS, Head, Markov, create
 from ddtree.drafters.dflash.network import DFlashNet
+from ddtree.errors import ConfigError
 from ddtree.train.batches import Batch, Blocks, autocast, block_states
 from ddtree.train.loss import (
     Chunk,
@@ -24,6 +26,7 @@ from ddtree.train.loss import (
 )
 
 NAME = "dflash"
+_SIZES = {"markov": ("size",), "treeflash": ("hidden_size",), "domino": ("hidden_size", "size")}
 
 
 class DrafterPass(nn.Module):
@@ -213,6 +216,37 @@ class HeadsJob:
         places = teacher_places(batch, states.shape[2])
         previous = batch.tokens.gather(1, places.flatten(1)).view_as(places)
         return states.flatten(0, 1), previous.flatten(0, 1), blocks
+
+
+def build_heads(specs: list[str], hidden_size: int, size: int, seed: int) -> dict[str, Head]:
+    """Make the heads that the options name, with random weights, by kind.
+
+    Args:
+        specs: as in ["markov:rank=256", "domino"].
+        hidden_size: of the drafter, as in 576.
+        size: tokens of the draft vocabulary, as in 8192.
+        seed: of the weights.
+
+    Raises:
+        ConfigError: an option names no head, or one twice.
+        CheckpointError: a head does not take the settings.
+    """
+    sizes = {"hidden_size": hidden_size, "size": size}
+    built: dict[str, Head] = {}
+    for spec in specs:
+        kind, _, text = spec.partition(":")
+        if kind not in KINDS or kind in built:
+            raise ConfigError(f"--heads {spec}: name each of {', '.join(KINDS)} at most once")
+        settings: dict[str, Any] = {name: sizes[name] for name in _SIZES[kind]}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            try:
+                settings[name] = json.loads(value)
+            except ValueError as error:
+                raise ConfigError(f"--heads {spec}: {part} is not NAME=NUMBER") from error
+        torch.manual_seed(seed)
+        built[kind] = create(kind, **settings)
+    return built
 
 
 def _has_confidence(head: Head) -> bool:

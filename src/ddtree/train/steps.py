@@ -6,19 +6,18 @@ import argparse
 import copy
 import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.checkpoint import read, write
+from ddtree.drafters.dflash.checkpoint import backbone_of, read, write
 from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.drafter import DFlash, backbone_of
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.head_checkpoint import write_head
-from ddtree.drafters.dflash.heads import KINDS, Head, create
+from ddtree.drafters.dflash.heads import KINDS
 from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.drafters.loading import with_head
 from ddtree.drafters.ngram_builder import build_table
@@ -39,11 +38,11 @@ from ddtree.train.data import (
     teacher_pass,
 )
 from ddtree.train.distributed import Group
-from ddtree.train.evaluate import load_drafters, score_drafters
+from ddtree.train.evaluate import EvaluationOptions, load_drafters, score_drafters
 from ddtree.train.export import DRAFTER, EVALUATION, FIT, HEADS, NGRAMS, SUMMARY, machine, parameters
 from ddtree.train.features import Teacher
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
-from ddtree.train.jobs import DrafterJob, HeadsJob
+from ddtree.train.jobs import DrafterJob, HeadsJob, build_heads
 from ddtree.train.loss import LOSSES, Vocabulary
 from ddtree.train.options import from_arguments, option
 from ddtree.train.trainer import Trainer
@@ -54,7 +53,6 @@ _BATCH_SIZE, _CPU_BATCH_SIZE = 64, 2  # a CPU gains nothing from wide passes
 # A head sees the path, so the target's distribution there is its label; Domino's published recipe takes the tokens
 # that came.
 _DEFAULT_LOSS = {"domino": "ce"}
-_SIZES = {"markov": ("size",), "treeflash": ("hidden_size",), "domino": ("hidden_size", "size")}
 
 
 @dataclass(frozen=True)
@@ -92,15 +90,6 @@ class HeadOptions:
     )
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """Settings of the step `evaluate`. Each field's help describes it."""
-
-    answers: Path | None = option(None, "a shard to evaluate on beside the held-out answers")
-    budgets: list[int] = option([8, 16, 32], "default: 8 16 32")
-    limit: int = option(200, "most conversations of a set (default: %(default)s)")
-
-
 def synthesize(args: argparse.Namespace, target: Target, group: Group) -> None:
     """Let the target write answers until there are enough, and print how many there are."""
     messages = read_user_messages(args.prompts) if args.prompts else None
@@ -134,8 +123,10 @@ def store_features(corpus: Corpus, target: Target, layers: tuple[int, ...]) -> N
 
 def train_config(args: argparse.Namespace, device: torch.device) -> TrainConfig:
     """Return the settings of a training, with the device's batch size where the options name none."""
-    batch_size = _CPU_BATCH_SIZE if device.type == "cpu" else _BATCH_SIZE
-    return from_arguments(TrainConfig, args, conversations=args.conversations or batch_size)
+    batch_size = args.conversations
+    if batch_size is None:
+        batch_size = _CPU_BATCH_SIZE if device.type == "cpu" else _BATCH_SIZE
+    return from_arguments(TrainConfig, args, conversations=batch_size)
 
 
 def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
@@ -287,37 +278,6 @@ def export(args: argparse.Namespace, target: Target | None, group: Group) -> Non
 def plot(args: argparse.Namespace, target: Target | None, group: Group) -> None:
     """Draw the logs, and print the pictures' paths."""
     print(*exporting.plot(args.work), sep="\n")
-
-
-def build_heads(specs: list[str], hidden_size: int, size: int, seed: int) -> dict[str, Head]:
-    """Make the heads that the options name, with random weights, by kind.
-
-    Args:
-        specs: as in ["markov:rank=256", "domino"].
-        hidden_size: of the drafter, as in 576.
-        size: tokens of the draft vocabulary, as in 8192.
-        seed: of the weights.
-
-    Raises:
-        ConfigError: an option names no head, or one twice.
-        CheckpointError: a head does not take the settings.
-    """
-    sizes = {"hidden_size": hidden_size, "size": size}
-    built: dict[str, Head] = {}
-    for spec in specs:
-        kind, _, text = spec.partition(":")
-        if kind not in KINDS or kind in built:
-            raise ConfigError(f"--heads {spec}: name each of {', '.join(KINDS)} at most once")
-        settings: dict[str, Any] = {name: sizes[name] for name in _SIZES[kind]}
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            try:
-                settings[name] = json.loads(value)
-            except ValueError as error:
-                raise ConfigError(f"--heads {spec}: {part} is not NAME=NUMBER") from error
-        torch.manual_seed(seed)
-        built[kind] = create(kind, **settings)
-    return built
 
 
 def head_weight(target: Target) -> Tensor:

@@ -72,9 +72,9 @@ def best_first(
         return DraftTree.root(bonus, tokens.device)
     tokens, logprobs = tokens[:, :depth, :width], logprobs[:, :depth, :width]
     if tokens.device.type != _HEAP_DEVICE:
-        return grow(bonus, _Marginals(tokens, logprobs, depths), width, depth, device=tokens.device).truncate(
-            budgets
-        )
+        return grow(
+            bonus, _MarginalScorer(tokens, logprobs, depths), width, depth, device=tokens.device
+        ).truncate(budgets)
     names, costs = tokens.tolist(), costs_of(logprobs).tolist()
     return DraftTree.stack(
         [
@@ -96,7 +96,7 @@ def _by_heap(bonus: int, names: list[list[int]], costs: list[list[int]], budget:
     )
 
 
-class _Marginals:
+class _MarginalScorer:
     """A scorer for `grow` whose children do not depend on their parents.
 
     With as many prefixes a level as the budget, the grown tree holds the best-first tree: each of the best B nodes is

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.model.attention import key_positions, uncommitted_columns, visible_keys
-from ddtree.model.kv_cache import Holding, KVCache, drop_row
+from ddtree.model.kv_cache import KVCache, KVFootprint, drop_row
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
-from ddtree.tree import MAX_DEPTH
+from ddtree.stats import Clock
+from ddtree.tree import MAX_DEPTH, DraftTree
 
 # More new tokens than this are a prompt's, and are projected at once: their features are large. Fewer wait until a
 # block is wanted, so that a backbone that is not asked for a while costs next to nothing.
@@ -84,7 +86,7 @@ class Backbone:
         self._cache.drop_row(row)
         drop_row(self._unread, row)
 
-    def holding(self, blocks: int = 1) -> Holding:
+    def kv_footprint(self, blocks: int = 1) -> KVFootprint:
         """Return the most memory of the context, of `blocks` blocks a row, and of features that wait for the next."""
         config, most = self.network.config, self._cache.max_tokens - self.network.config.block_size
         states = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -92,7 +94,7 @@ class Backbone:
         size = self.dtype.itemsize
         # Columns are as wide as the longest row with the most that any row has unread, or with the blocks.
         spare = max(_AT_ONCE, blocks * config.block_size)
-        return Holding(self._cache, lambda: states * size, spare, most, row=_AT_ONCE * features * size)
+        return KVFootprint(self._cache, lambda: states * size, spare, most, row=_AT_ONCE * features * size)
 
     @torch.inference_mode()
     def observe(self, row: int, features: Tensor | None) -> None:
@@ -104,40 +106,34 @@ class Backbone:
 
     def states(self, bonus: list[int], depth: int) -> Tensor:
         """Return states [R, depth, H], before the final norm, of the slots after each row's context and bonus token."""
-        config = self.network.config
-        tokens = torch.full((len(bonus), 1, config.block_size), config.mask_token_id, device=self.device)
-        tokens[:, 0, 0] = torch.tensor(bonus, device=self.device)
-        return self._states(tokens, None, depth)[:, 0]
+        known = torch.tensor(bonus, device=self.device)[:, None, None]
+        return self.branches(known, None, depth)[:, 0]
 
     @torch.inference_mode()
-    def branches(self, known: Tensor, counts: Tensor, depth: int) -> Tensor:
+    def branches(self, known: Tensor, counts: Tensor | None, depth: int) -> Tensor:
         """Return states of several blocks a row in one pass. Their first tokens are given; no block sees another.
 
         Args:
             known: int64 [R, K, n], n up to the block size; each block begins with the row's bonus token.
-            counts: int64 [R, K], how many of a block's tokens are given, 1..n; the other slots are masked ones.
+            counts: int64 [R, K], how many of a block's tokens are given, 1..n; the other slots are masked ones. None
+                gives all n.
             depth: how many slots are wanted.
 
         Returns:
             [R, K, depth, H], before the final norm, of the slots that predict depths 1..depth.
         """
-        config, (rows, blocks, given) = self.network.config, known.shape
-        tokens = torch.full((rows, blocks, config.block_size), config.mask_token_id, device=self.device)
-        tokens[:, :, :given] = known
-        masked = torch.arange(config.block_size, device=self.device) >= counts[..., None]
-        return self._states(tokens.masked_fill_(masked, config.mask_token_id), masked, depth)
-
-    @torch.inference_mode()
-    def _states(self, tokens: Tensor, masked: Tensor | None, depth: int) -> Tensor:
-        """Do as `branches`, for blocks int64 [R, K, block size]; `masked` None: all slots but the first of each."""
-        config, (rows, blocks, size) = self.network.config, tokens.shape
+        config, (rows, blocks, given), size = self.network.config, known.shape, self.network.config.block_size
         self._read(0, rows)
+        tokens = torch.full((rows, blocks, size), config.mask_token_id, device=self.device)
+        tokens[:, :, :given] = known
+        if counts is not None:
+            masked = torch.arange(size, device=self.device) >= counts[..., None]
+            tokens.masked_fill_(masked, config.mask_token_id)
         slots = self.network.embed(self._embedding, tokens)
-        if self._mask_embedding is not None:
-            if masked is None:
-                slots[:, :, 1:] = self._mask_embedding
-            else:
-                slots = torch.where(masked[..., None], self._mask_embedding, slots)
+        if self._mask_embedding is not None and counts is None:
+            slots[:, :, given:] = self._mask_embedding
+        elif self._mask_embedding is not None:
+            slots = torch.where(masked[..., None], self._mask_embedding, slots)
         positions = self._positions(0, rows, size)
         if blocks > 1:
             positions = positions.repeat(1, blocks)
@@ -229,24 +225,27 @@ class BlockDrafter:
 
     Args:
         backbone: the network over the rows' contexts.
-        name: the drafter's.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
 
     Attributes:
         backbones: all networks over the rows' contexts, of which a drafter may have more than one.
+        trace: called with each row and its marginals' log-probabilities [L, Vd] before coupling; they are overwritten
+            afterwards, so keep a copy.
 
     Raises:
         ConfigError: beta or kappa is out of range.
     """
 
-    def __init__(self, backbone: Backbone, name: str, coupling: tuple[float, float] = PLAIN) -> None:
+    name: str
+
+    def __init__(self, backbone: Backbone, *, coupling: tuple[float, float] = PLAIN) -> None:
         check_coupling(*coupling)
         self.backbone = backbone
         self.backbones = [backbone]
-        self.name = name
         self.coupling = coupling
         self.feature_layers = backbone.feature_layers
         self.max_depth = backbone.depth
+        self.trace: Callable[[DraftRow, Any], None] | None = None
 
     def add_row(self) -> None:
         """Open an empty row at the end."""
@@ -263,9 +262,45 @@ class BlockDrafter:
         for backbone in self.backbones:
             backbone.observe(row, features)
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[KVFootprint]:
         """Return the contexts' caches with the most memory that they can take."""
-        return [backbone.holding() for backbone in self.backbones]
+        return [backbone.kv_footprint() for backbone in self.backbones]
+
+    @torch.inference_mode()
+    def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
+        """Propose a tree for each row."""
+        bonus = [row.tokens[-1] for row in rows]
+        width = max(0 if row.depth == 0 else min(row.budget, 1) if row.chain else row.budget for row in rows)
+        if width == 0:
+            return DraftTree.root(bonus, self.backbone.device)
+        return self._draft(rows, bonus, width, clock)
+
+    def _draft(self, rows: list[DraftRow], bonus: list[int], width: int, clock: Clock) -> DraftTree:
+        """Draft rows of which one at least wants nodes; none can use more than `width` candidates of a depth."""
+        raise NotImplementedError
+
+    def likeliest(
+        self, backbone: Backbone, rows: list[DraftRow], states: Tensor, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens of a backbone's states [R, ..., L, H], and their log-probabilities.
+
+        Those of sampling rows are their chances under the row's noise, as coupled.
+
+        Returns:
+            Token ids int64 [R, ..., L, C], C up to `width`, best first, and float32 of that shape.
+        """
+        logits, count = backbone.logits(backbone.norm(states)), min(width, backbone.size)
+        if self.trace is None and not any(map(self.couples, rows)):
+            # One pass less over the scores of the whole vocabulary than below.
+            best = logits.topk(count, dim=-1)
+            return backbone.tokens(best.indices), best.values - logits.logsumexp(dim=-1, keepdim=True)
+        logprobs = logits.log_softmax(dim=-1)
+        for row, own in zip(rows, logprobs, strict=True):
+            if self.trace is not None:
+                self.trace(row, own)
+            self.couple(row, own)
+        best = logprobs.topk(count, dim=-1)
+        return backbone.tokens(best.indices), best.values
 
     def couples(self, row: DraftRow) -> bool:
         """Return whether a row is drafted for under its noise."""
@@ -298,34 +333,24 @@ class BlockDrafter:
 class HeadDrafter(BlockDrafter):
     """The base of the drafters with a head on their backbone; the head is moved to the backbone's device and dtype.
 
+    The drafter's name is the head's kind.
+
     Attributes:
         trace: called with each row and the head's view of any path, before coupling: also of the one then accepted.
     """
 
-    def __init__(
-        self, backbone: Backbone, head: Head, name: str | None, coupling: tuple[float, float] = PLAIN
-    ) -> None:
-        super().__init__(backbone, head.kind if name is None else name, coupling)
-        head.to(backbone.device, backbone.dtype).eval()
-        self.trace: Callable[[DraftRow, View], None] | None = None
+    def __init__(self, backbone: Backbone, head: Head, *, coupling: tuple[float, float] = PLAIN) -> None:
+        super().__init__(backbone, coupling=coupling)
+        self.name = head.kind
+        self.head = head.to(backbone.device, backbone.dtype).eval()
 
-    def tell(self, head: Head, rows: list[DraftRow], states: Tensor) -> None:
+    def tell(self, rows: list[DraftRow], states: Tensor) -> None:
         """Call `trace` with each row and the view of its states [R, L, H]."""
         if self.trace is not None:
             for row, own in zip(rows, states, strict=True):
-                self.trace(row, self._view(head, own))
+                self.trace(row, partial(self._view, own))
 
-    def _view(self, head: Head, states: Tensor) -> View:
-        def logprobs(previous: Tensor) -> Tensor:
-            own = states[None, : len(previous)]
-            with torch.inference_mode():
-                return head(self.backbone, own, previous[None].to(own.device))[0].log_softmax(dim=-1)
-
-        return logprobs
-
-
-def width_of(row: DraftRow) -> int:
-    """Return how many candidates of a depth a row's tree can use."""
-    if row.depth == 0 or row.budget == 0:
-        return 0
-    return 1 if row.chain else row.budget
+    @torch.inference_mode()
+    def _view(self, states: Tensor, previous: Tensor) -> Tensor:
+        own = states[None, : len(previous)]
+        return self.head(self.backbone, own, previous[None].to(own.device))[0].log_softmax(dim=-1)

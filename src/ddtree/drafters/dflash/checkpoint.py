@@ -1,8 +1,8 @@
 """DFlash checkpoints on disk: read in the published layouts, checked against a target, written in z-lab's.
 
-Reading knows no target: a folder's own parts are checked against each other first, and `misfits` then names every
-reason why the drafter does not fit a target. Nothing is guessed, since a drafter that loads wrongly does not fail, it
-only never gets a token accepted.
+Reading knows no target: a folder's own parts are checked against each other first, and `incompatibilities` then names
+every reason why the drafter does not fit a target. Nothing is guessed, since a drafter that loads wrongly does not
+fail, it only never gets a token accepted.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ddtree.drafters.dflash import head_checkpoint
-from ddtree.drafters.dflash.config_formats import Layout, parse
+from ddtree.drafters.dflash.backbone import Backbone
+from ddtree.drafters.dflash.config_formats import Layout, parse, z_lab_config
+from ddtree.drafters.dflash.head_checkpoint import incompatibilities as head_incompatibilities
+from ddtree.drafters.dflash.head_checkpoint import owner_of, read_published
 from ddtree.drafters.dflash.heads import Head
-from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet, named_shapes
+from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet
 from ddtree.drafters.dflash.weight_files import (
     REMEDY,
-    check_names,
     check_shape,
+    check_tensors,
     locate,
-    our_names,
+    read_file,
     read_json,
-    read_mask_embedding,
     read_tensors,
     write_folder,
 )
-from ddtree.errors import CheckpointError, ConfigError
+from ddtree.errors import CheckpointError
+from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN
 
-# Marks of tensors of heads that a network is not to be run without.
-_HEADS = {
-    "prefix_gru": "Domino",
-    "embed_proj": "Domino",
-    "logit_head": "Domino",
-    "markov": "DSpark",
-    "confidence": "DSpark",
-    "candidate_selector": "DFlash2",
-    "attention_conv": "DFlash2",
-    "mlp_conv": "DFlash2",
-}
 _VOCABULARY = "draft_vocabulary.json"
+# Beginnings of published tensors' names, and of ours; one may follow from another.
+_RENAMED = {
+    "model.": "",
+    "draft_model.": "",
+    "midlayer.": "layers.0.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "encoder.fc.": "fc.",
+}
+# Copies of the target's tensors, and maps that follow from other tensors.
+_IGNORED = ("t2d", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 
 
 class FittedTarget(Protocol):
@@ -93,6 +94,11 @@ class DFlashCheckpoint:
         """Tokens of the draft vocabulary."""
         return self.config.vocab_size if self.draft_ids is None else len(self.draft_ids)
 
+    @property
+    def head_sizes(self) -> tuple[int, int, int]:
+        """The sizes that a head must fit: hidden size, draft vocabulary, the target's vocabulary."""
+        return self.config.hidden_size, self.size, self.config.vocab_size
+
     def network(self) -> DFlashNet:
         """Return the network with the checkpoint's tensors."""
         with torch.device("meta"):
@@ -116,11 +122,11 @@ def read(name: str | os.PathLike[str], heads: bool = False) -> DFlashCheckpoint:
     try:
         raw = read_json(folder / "config.json")
         layout = parse(raw, heads)
-        tensors = our_names(read_tensors(folder), layout.config)
+        tensors = _our_names(read_tensors(folder), layout.config)
         correction = None
         if layout.correction is not None:
-            correction = head_checkpoint.read_published(layout.correction, raw, tensors)
-            tensors = {name: t for name, t in tensors.items() if not head_checkpoint.is_head_tensor(name)}
+            correction = read_published(layout.correction, raw, tensors)
+            tensors = {name: tensor for name, tensor in tensors.items() if owner_of(name) is None}
         offsets = tensors.pop("d2t", None)
         checkpoint = DFlashCheckpoint(
             folder,
@@ -130,16 +136,16 @@ def read(name: str | os.PathLike[str], heads: bool = False) -> DFlashCheckpoint:
             embedding=tensors.pop("embed_tokens.weight", None),
             correction=correction,
         )
-        _check_tensors(tensors, layout.config)
+        _check_network(tensors, layout.config)
         checkpoint.draft_ids = _draft_ids(folder, layout, offsets)
-        checkpoint.mask_embedding = read_mask_embedding(folder, layout.config)
+        checkpoint.mask_embedding = _mask_embedding(folder, layout.config)
         _check_parts(checkpoint)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error.__cause__
     return checkpoint
 
 
-def misfits(checkpoint: DFlashCheckpoint, target: FittedTarget) -> list[str]:
+def incompatibilities(checkpoint: DFlashCheckpoint, target: FittedTarget) -> list[str]:
     """Return every reason why a drafter does not fit a target; empty when it does."""
     config, found = checkpoint.config, []
     if config.hidden_size != target.hidden_size:
@@ -167,37 +173,78 @@ def misfits(checkpoint: DFlashCheckpoint, target: FittedTarget) -> list[str]:
 
 def check(checkpoint: DFlashCheckpoint, target: FittedTarget) -> None:
     """Raise CheckpointError, with all reasons, unless a drafter fits a target."""
-    found = misfits(checkpoint, target)
-    if found:
+    if found := incompatibilities(checkpoint, target):
         raise CheckpointError(
             f"{checkpoint.folder} does not fit the target: {'; '.join(found)}. Name a drafter made for this target"
         )
 
 
-def _check_tensors(tensors: dict[str, Tensor], config: DFlashConfig) -> None:
+def _our_names(tensors: dict[str, Tensor], config: DFlashConfig) -> dict[str, Tensor]:
+    """Return a published network's tensors by `DFlashNet`'s names; fused projections are taken apart."""
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    inner = config.intermediate_size
+    fused = {
+        ".qkv_proj.": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+        ".gate_up_proj.": {"gate_proj": inner, "up_proj": inner},
+    }
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in _RENAMED.items():
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+        if name.startswith(_IGNORED):
+            continue
+        mark = next((mark for mark in fused if mark in name), None)
+        if mark is None or len(tensor) != sum(fused[mark].values()):
+            named[name] = tensor
+            continue
+        for part, piece in zip(fused[mark], tensor.split(list(fused[mark].values())), strict=True):
+            named[name.replace(mark, f".{part}.")] = piece
+    return named
+
+
+def _check_network(tensors: dict[str, Tensor], config: DFlashConfig) -> None:
     """Raise CheckpointError unless the tensors are those of the config's network."""
-    wanted = dict(named_shapes(config))
-    for name in sorted(set(tensors) - set(wanted)):
-        for mark, head in _HEADS.items():
-            if mark in name:
-                raise CheckpointError(
-                    f"tensor {name} belongs to a {head} head, which is not supported: run as plain DFlash the drafter "
-                    "would accept almost nothing; use a DFlash checkpoint"
-                )
-    check_names(set(tensors), set(wanted), "DFlash checkpoint")
-    width = tensors["fc.weight"].shape
-    if tuple(width) != wanted["fc.weight"]:
-        features, hidden = len(config.target_layer_ids), config.hidden_size
+    for name in sorted(tensors):
+        if owner := owner_of(name):
+            raise CheckpointError(
+                f"tensor {name} belongs to a {owner} head, which is not supported: run as plain DFlash the drafter "
+                "would accept almost nothing; use a DFlash checkpoint"
+            )
+    features, hidden = len(config.target_layer_ids), config.hidden_size
+    width = tensors["fc.weight"].shape if "fc.weight" in tensors else None
+    if width not in (None, (hidden, features * hidden)):
         raise CheckpointError(
             f"fc.weight is {list(width)}, but {features} feature layers of hidden size {hidden} need "
             f"[{hidden}, {features * hidden}]: config.json and weights do not belong together; {REMEDY}"
         )
-    for name, shape in wanted.items():
-        check_shape(name, tensors[name], shape)
-        if not tensors[name].is_floating_point():
-            raise CheckpointError(
-                f"tensor {name} is {tensors[name].dtype}: quantized drafters are not supported"
-            )
+    with torch.device("meta"):
+        check_tensors(tensors, DFlashNet(config).state_dict(), "DFlash checkpoint")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"tensor {name} is {tensor.dtype}: quantized drafters are not supported")
+
+
+def _mask_embedding(folder: Path, config: DFlashConfig) -> Tensor | None:
+    """Return a mask embedding [H] trained apart from the vocabulary, which some checkpoints have in a file.
+
+    Raises:
+        CheckpointError: the file is damaged, or for another mask token or size.
+    """
+    path = folder / "mask_embedding.pt"
+    if not path.exists():
+        return None
+    content, mask = read_file(path), config.mask_token_id
+    embedding, token = content.get("embedding"), content.get("mask_token_id", mask)
+    if not isinstance(embedding, Tensor):
+        raise CheckpointError(f"{path.name} is damaged (no embedding): {REMEDY}")
+    if token != mask or embedding.numel() != config.hidden_size:
+        raise CheckpointError(
+            f"{path.name} has {embedding.numel()} values for token {token}, not {config.hidden_size} for mask token "
+            f"{mask}; {REMEDY}"
+        )
+    return embedding.reshape(-1)
 
 
 def _draft_ids(folder: Path, layout: Layout, offsets: Tensor | None) -> Tensor | None:
@@ -229,19 +276,35 @@ def _draft_ids(folder: Path, layout: Layout, offsets: Tensor | None) -> Tensor |
     return None if torch.equal(ids, torch.arange(vocab)) else ids
 
 
-def _check_parts(checkpoint: DFlashCheckpoint) -> None:
+def _check_parts(found: DFlashCheckpoint) -> None:
     """Raise CheckpointError unless the parts beside the network fit it."""
-    config, size = checkpoint.config, checkpoint.size
-    if checkpoint.head is not None:
-        check_shape("lm_head.weight", checkpoint.head, (size, config.hidden_size))
-    if checkpoint.embedding is not None:
-        check_shape("embed_tokens.weight", checkpoint.embedding, (config.vocab_size, config.hidden_size))
-    if checkpoint.correction is not None:
-        found = head_checkpoint.misfits(checkpoint.correction, config.hidden_size, size, config.vocab_size)
-        if found:
-            raise CheckpointError(
-                f"its {checkpoint.correction.kind} head does not fit: {'; '.join(found)}; {REMEDY}"
-            )
+    hidden, size, vocab = found.head_sizes
+    for name, tensor, rows in (("lm_head", found.head, size), ("embed_tokens", found.embedding, vocab)):
+        if tensor is not None:
+            check_shape(f"{name}.weight", tensor, (rows, hidden))
+    head = found.correction
+    if head is not None and (reasons := head_incompatibilities(head, *found.head_sizes)):
+        raise CheckpointError(f"its {head.kind} head does not fit: {'; '.join(reasons)}; {REMEDY}")
+
+
+def backbone_of(found: DFlashCheckpoint, target: Target) -> Backbone:
+    """Return a checkpoint's network over a target that it fits."""
+    return Backbone(
+        found.network(),
+        target,
+        draft_ids=found.draft_ids,
+        head=_own(found.head, target.head) if found.draft_ids is None else found.head,
+        embedding=_own(found.embedding, target.embed),
+        mask_embedding=found.mask_embedding,
+    )
+
+
+def _own(weight: Tensor | None, module: nn.Module) -> Tensor | None:
+    """Return a checkpoint's weight, or None where it is a copy of the target's."""
+    theirs = cast(Tensor, module.weight)
+    if weight is not None and torch.equal(weight.to(theirs.device, theirs.dtype), theirs):
+        return None
+    return weight
 
 
 def write(
@@ -272,7 +335,7 @@ def write(
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
         for name, tensor in network.state_dict().items()
     }
-    raw = _z_lab_config(network.config, tensors["fc.weight"].dtype)
+    raw = z_lab_config(network.config, str(tensors["fc.weight"].dtype).removeprefix("torch."))
     if draft_ids is not None:
         raw["dflash_config"]["draft_vocabulary"] = _VOCABULARY
     if tuple(coupling) != PLAIN:
@@ -281,56 +344,3 @@ def write(
     if draft_ids is not None:
         (path / _VOCABULARY).write_text(json.dumps(draft_ids.tolist()))
     return path
-
-
-def _z_lab_config(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the config.json of a network in z-lab's layout."""
-    windows = {window for window in config.windows if window is not None}
-    slides = [config.window(i) is not None for i in range(config.num_hidden_layers)]
-    causal = [config.is_causal(i) for i in range(config.num_hidden_layers)]
-    if len(windows) > 1 or (causal != slides and len(set(causal)) > 1):
-        raise ConfigError(
-            "a checkpoint has one sliding window for all layers, and all of them, none, or just the sliding ones are "
-            "causal: change windows and causal"
-        )
-    own: dict[str, Any] = {
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": list(config.target_layer_ids),
-    }
-    for key in (
-        "sample_from_anchor",
-        "input_embedding_scale",
-        "output_multiplier",
-        "final_logit_softcapping",
-    ):
-        value = getattr(config, key)
-        if value and value != getattr(DFlashConfig, key):
-            own[key] = value
-    raw: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": config.block_size,
-        "dflash_config": own,
-        "num_target_layers": config.num_target_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "attention_bias": config.attention_bias,
-        "tie_word_embeddings": False,
-        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
-        "use_sliding_window": bool(windows),
-        "sliding_window": min(windows, default=None),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    if causal != slides:
-        raw["is_causal"] = causal[0]
-    return raw

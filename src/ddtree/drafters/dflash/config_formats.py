@@ -1,4 +1,4 @@
-"""Reads a DFlash drafter's config.json, in the layouts that are published.
+"""A DFlash drafter's config.json: read in the layouts that are published, and written in z-lab's.
 
 z-lab and SpecForge put a Qwen3 config at the top, with the drafter's own keys beside it or inside `dflash_config`;
 speculators puts the Qwen3 config into `transformer_layer_config` and counts feature layers from 1. A setting that
@@ -32,8 +32,8 @@ _SUCCESSORS = {
     "jetspec": "JetSpec",
     "mtp": "MTP",
 }
-# Successors that are DFlash with a head known here, and the head's kind.
-_CORRECTIONS = {"Domino": "domino", "DSpark": "markov", "TreeFlash": "treeflash"}
+HEAD_KINDS = {"Domino": "domino", "DSpark": "markov", "TreeFlash": "treeflash"}
+"""Successors that are DFlash with a head known here, and the head's kind."""
 # Settings of successors' heads, present in their configs only.
 _SUCCESSOR_KEYS = {
     "markov_rank": "DSpark",
@@ -159,6 +159,63 @@ def parse(raw: dict[str, Any], heads: bool = False) -> Layout:
     )
 
 
+def z_lab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
+    """Return the config.json of a network in z-lab's layout; `dtype` is that of its weights, as "bfloat16".
+
+    Raises:
+        ConfigError: the layout cannot express the network's attention.
+    """
+    windows = {window for window in config.windows if window is not None}
+    slides = [config.window(i) is not None for i in range(config.num_hidden_layers)]
+    causal = [config.is_causal(i) for i in range(config.num_hidden_layers)]
+    if len(windows) > 1 or (causal != slides and len(set(causal)) > 1):
+        raise ConfigError(
+            "a checkpoint has one sliding window for all layers, and all of them, none, or just the sliding ones are "
+            "causal: change windows and causal"
+        )
+    own: dict[str, Any] = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    for key in (
+        "sample_from_anchor",
+        "input_embedding_scale",
+        "output_multiplier",
+        "final_logit_softcapping",
+    ):
+        value = getattr(config, key)
+        if value and value != getattr(DFlashConfig, key):
+            own[key] = value
+    raw: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": own,
+        "num_target_layers": config.num_target_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": config.attention_bias,
+        "tie_word_embeddings": False,
+        "layer_types": [_SLIDING if slide else _FULL for slide in slides],
+        "use_sliding_window": bool(windows),
+        "sliding_window": min(windows, default=None),
+        "dtype": dtype,
+    }
+    if causal != slides:
+        raw["is_causal"] = causal[0]
+    return raw
+
+
 def read_coupling(table: dict[str, Any]) -> tuple[float, float]:
     """Return (beta, kappa) of a config's `coupling`; (0, 1) of an empty one.
 
@@ -179,28 +236,35 @@ def _check_kind(raw: dict[str, Any], own: dict[str, Any], heads: bool) -> tuple[
     Returns:
         The successor that the drafter says it is, and the kind of its head.
     """
-    listed = raw.get("architectures")
+    listed, projector = raw.get("architectures"), own.get("projector_type")
     names = [str(name) for name in (listed if isinstance(listed, list) else [listed])]
-    kinds = [own.get("projector_type"), raw.get("speculators_model_type"), *names]
-    named = correction = None
-    for kind in kinds:
-        for mark, successor in _SUCCESSORS.items():
-            if kind and mark in str(kind).lower().replace("-", ""):
-                if not heads or successor not in _CORRECTIONS:
-                    raise _refusal(successor, f"{kind!r}")
-                named, correction = successor, _CORRECTIONS[successor]
-    projector = own.get("projector_type")
+    kinds = [str(kind) for kind in (projector, raw.get("speculators_model_type"), *names) if kind]
+    successors = [
+        (successor, repr(kind))
+        for kind in kinds
+        for mark, successor in _SUCCESSORS.items()
+        if mark in kind.lower().replace("-", "")
+    ]
+    named = successors[-1][0] if successors else None
     if projector not in (None, "", "dflash") and named is None:
         raise CheckpointError(f"projector_type {projector!r} is unknown: {_NOT_DFLASH}")
-    for key, successor in _SUCCESSOR_KEYS.items():
-        if own.get(key):
-            if not heads or successor not in _CORRECTIONS:
-                raise _refusal(successor, f"{key}={own[key]!r}")
-            correction = _CORRECTIONS[successor]
-    known = named is not None or any("dflash" in str(kind).lower() for kind in kinds if kind)
+    successors += [(name, f"{key}={own[key]!r}") for key, name in _SUCCESSOR_KEYS.items() if own.get(key)]
+    for successor, mark in successors:
+        if not heads or successor not in HEAD_KINDS:
+            raise CheckpointError(
+                f"this is a {successor} drafter ({mark}), whose head is not supported: run as plain DFlash it would "
+                "accept almost nothing; use a DFlash checkpoint"
+            )
+    correction = HEAD_KINDS[successors[-1][0]] if successors else None
+    known = named is not None or any("dflash" in kind.lower() for kind in kinds)
     if not known and not raw.get("dflash_config"):
         raise CheckpointError(f"this is no DFlash drafter (architectures {names}): {_NOT_DFLASH}")
-    _check_head(own, correction)
+    _check_settings(raw, own, correction)
+    return named, correction
+
+
+def _check_settings(raw: dict[str, Any], own: dict[str, Any], correction: str | None) -> None:
+    """Refuse settings that would need another network, or a form of the head, that is not known here."""
     backbone = raw.get("transformer_layer_config") or {}
     for key, allowed in _ALLOWED.items():
         value = own.get(key, backbone.get(key))
@@ -210,28 +274,13 @@ def _check_kind(raw: dict[str, Any], own: dict[str, Any], heads: bool) -> tuple[
     activation = backbone.get("hidden_act", raw.get("hidden_act", "silu"))
     if activation != "silu":
         raise CheckpointError(f"hidden_act={activation!r} is not supported: DFlash layers use silu")
-    return named, correction
-
-
-def _check_head(own: dict[str, Any], correction: str | None) -> None:
-    """Refuse the forms of a known head that are not."""
-    form = own.get("markov_head_type") or "vanilla"
-    if correction == "markov" and form != "vanilla":
-        raise CheckpointError(
-            f"markov_head_type={form!r} is not supported: use a drafter with a vanilla Markov head"
-        )
-    form = _table(own, "treeflash_config").get("ar_approximation", own.get("ar_approximation", "swiglu"))
-    if correction == "treeflash" and form != "swiglu":
-        raise CheckpointError(
-            f"ar_approximation={form!r} is not supported: use a TreeFlash drafter with swiglu"
-        )
-
-
-def _refusal(name: str, mark: str) -> CheckpointError:
-    return CheckpointError(
-        f"this is a {name} drafter ({mark}), whose head is not supported: run as plain DFlash it would accept "
-        "almost nothing; use a DFlash checkpoint"
-    )
+    for kind, key, known, table in (
+        ("markov", "markov_head_type", "vanilla", own),
+        ("treeflash", "ar_approximation", "swiglu", {**own, **_table(own, "treeflash_config")}),
+    ):
+        form = table.get(key) or known
+        if correction == kind and form != known:
+            raise CheckpointError(f"{key}={form!r} is not supported: use a drafter with {key}={known!r}")
 
 
 def _layer_ids(own: dict[str, Any], speculators: bool, targets: int | None, layers: int) -> tuple[int, ...]:
@@ -258,31 +307,26 @@ def _attention(
 
     Causality is decided by `is_causal`, `dflash_config.causal`, then by whether the layer slides (vLLM's order).
     """
-    window = own.get("swa_window_size")
-    if window is None and backbone.get("use_sliding_window"):
+    window, sliding = own.get("swa_window_size"), backbone.get("use_sliding_window")
+    if window is None and sliding:
         window = backbone.get("sliding_window")
     kinds = backbone.get("layer_types")
     if kinds is None:
-        full = layers
-        if backbone.get("use_sliding_window"):
-            full = _whole(backbone, "max_window_layers", layers, least=0)
+        full = _whole(backbone, "max_window_layers", layers, least=0) if sliding else layers
         kinds = [_FULL if i < full else _SLIDING for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (_FULL, _SLIDING) for k in kinds):
         raise CheckpointError(
             f"layer_types={kinds!r} must name full_attention or sliding_attention for each of the {layers} layers"
         )
-    overridden = own.get("use_swa") and _SLIDING not in kinds
-    slides = [bool(overridden) or kind == _SLIDING for kind in kinds]
+    causal = [kind == _SLIDING for kind in kinds]
+    slides = [True] * layers if own.get("use_swa") and not any(causal) else causal
     if any(slides) and (not isinstance(window, int) or window < 1):
         raise CheckpointError(
             f"the drafter has sliding layers, but its window is {window!r}: give sliding_window"
         )
-    causal = [kind == _SLIDING for kind in kinds]
-    if raw.get("sliding_window_non_causal"):
-        causal = [False] * layers
-    for explicit in (own.get("causal"), raw.get("is_causal")):
-        if explicit is not None:
-            causal = [bool(explicit)] * layers
+    explicit = [value for value in (raw.get("is_causal"), own.get("causal")) if value is not None]
+    if explicit or raw.get("sliding_window_non_causal"):
+        causal = [bool(explicit and explicit[0])] * layers
     windows = tuple(window if slide else None for slide in slides) if any(slides) else ()
     return windows, tuple(causal) if any(causal) else ()
 

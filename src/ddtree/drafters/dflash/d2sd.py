@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddtree.drafters import DraftRow
-from ddtree.drafters.dflash.backbone import Backbone, BlockDrafter, width_of
+from ddtree.drafters import DraftRow, keep_chains
+from ddtree.drafters.dflash.backbone import Backbone, BlockDrafter
 from ddtree.errors import ConfigError
-from ddtree.model.kv_cache import Holding
+from ddtree.model.kv_cache import KVFootprint
 from ddtree.sampling.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, best_first, grow, merge, prune
@@ -46,6 +46,8 @@ class D2SD(BlockDrafter):
         ConfigError: branches, beta or kappa is out of range, or the networks read different features.
     """
 
+    name = "d2sd"
+
     def __init__(
         self,
         backbone: Backbone,
@@ -54,7 +56,6 @@ class D2SD(BlockDrafter):
         branches: int = 4,
         trees: bool = True,
         coupling: tuple[float, float] = PLAIN,
-        name: str = "d2sd",
     ) -> None:
         check_whole("branches", branches, 1, _WIDTH)
         if second is not None and second.feature_layers != backbone.feature_layers:
@@ -62,7 +63,7 @@ class D2SD(BlockDrafter):
                 f"the second pass reads layers {list(second.feature_layers)} and the first "
                 f"{list(backbone.feature_layers)}: give networks over the same features"
             )
-        super().__init__(backbone, name, coupling)
+        super().__init__(backbone, coupling=coupling)
         self.second = second or backbone
         self.branches = branches
         self.trees = trees
@@ -70,40 +71,29 @@ class D2SD(BlockDrafter):
         if second is not None:
             self.backbones.append(second)
 
-    def holdings(self) -> list[Holding]:
+    def kv_footprints(self) -> list[KVFootprint]:
         """Return the contexts' caches with the most memory that they can take."""
-        return [part.holding(self.branches if part is self.second else 1) for part in self.backbones]
+        return [part.kv_footprint(self.branches if part is self.second else 1) for part in self.backbones]
 
-    @torch.inference_mode()
-    def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        """Propose a tree for each row."""
-        first, bonus = self.backbone, [row.tokens[-1] for row in rows]
-        widest = max(map(width_of, rows))
-        if widest == 0:
-            return DraftTree.root(bonus, first.device)
-        depth = max(row.depth for row in rows)
+    def _draft(self, rows: list[DraftRow], bonus: list[int], width: int, clock: Clock) -> DraftTree:
+        first, depth = self.backbone, max(row.depth for row in rows)
         states = first.states(bonus, min(depth, first.depth))
-        marginals = self._best(first, rows, states[:, None], widest)
+        marginals = _Marginals(*self.likeliest(first, rows, states[:, None], width))
         with clock("build"):
             points = self._points(rows, bonus, marginals)
         if points is not None:
             known = torch.cat((_column(bonus, points.prefixes), points.prefixes), dim=2)
             counts, seen = 1 + points.lengths, min(depth, self.second.depth)
             states = self.second.branches(known, counts, seen)
-            marginals = _joined(marginals, self._best(self.second, rows, states, min(widest, _WIDTH)))
+            again = _Marginals(*self.likeliest(self.second, rows, states, min(width, _WIDTH)))
+            marginals = _joined(marginals, again)
         with clock("build"):
-            _only_first(marginals, [row.chain or not self.trees for row in rows])
+            keep_chains(marginals.scores, rows)
+            if not self.trees:
+                marginals.scores[..., 1:] = float("-inf")
             if points is None or self.trees:
                 return _tree(rows, bonus, marginals, points)
             return _chains(rows, bonus, marginals, points)
-
-    def _best(self, backbone: Backbone, rows: list[DraftRow], states: Tensor, width: int) -> _Marginals:
-        """Return the likeliest tokens of the slots of blocks [R, K, L, H]."""
-        logprobs = backbone.logits(backbone.norm(states)).log_softmax(dim=-1)
-        for row, own in zip(rows, logprobs, strict=True):
-            self.couple(row, own)
-        best = logprobs.topk(min(width, backbone.size), dim=-1)
-        return _Marginals(backbone.tokens(best.indices), best.values)
 
     def _points(self, rows: list[DraftRow], bonus: list[int], first: _Marginals) -> _Points | None:
         """Return the prefixes of the highest risk, where the second pass begins; None when there is no place for it."""
@@ -189,13 +179,6 @@ def _joined(first: _Marginals, second: _Marginals) -> _Marginals:
         torch.cat((padded(first.tokens, 0), padded(second.tokens, 0)), dim=1),
         torch.cat((padded(first.scores, float("-inf")), padded(second.scores, float("-inf"))), dim=1),
     )
-
-
-def _only_first(marginals: _Marginals, rows: list[bool]) -> None:
-    """Leave chosen rows the first candidate of each depth."""
-    for index, alone in enumerate(rows):
-        if alone:
-            marginals.scores[index, :, :, 1:] = float("-inf")
 
 
 def _tree(rows: list[DraftRow], bonus: list[int], marginals: _Marginals, points: _Points | None) -> DraftTree:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ddtree.drafters import DraftRow
-from ddtree.drafters.dflash.backbone import Backbone, HeadDrafter, width_of
+from ddtree.drafters import DraftRow, keep_chains
+from ddtree.drafters.dflash.backbone import Backbone, HeadDrafter
 from ddtree.drafters.dflash.heads import BackboneParts, DominoHead
 from ddtree.errors import ConfigError
 from ddtree.sampling.noise import PLAIN
@@ -46,6 +46,8 @@ class Domino(HeadDrafter):
         ConfigError: an argument is out of range, or the head was made for another backbone.
     """
 
+    head: DominoHead
+
     def __init__(
         self,
         backbone: Backbone,
@@ -55,7 +57,6 @@ class Domino(HeadDrafter):
         width: int = 12,
         candidates: int = 64,
         coupling: tuple[float, float] = PLAIN,
-        name: str = "domino",
     ) -> None:
         check_whole("width", width, 1, MAX_BUDGET)
         check_whole("candidates", candidates, 1, MAX_BUDGET)
@@ -69,25 +70,17 @@ class Domino(HeadDrafter):
                 f"the head is made for hidden size {head.hidden_size} and {head.size} draft tokens, the backbone has "
                 f"{hidden} and {backbone.size}: give the head that was trained on this backbone"
             )
-        super().__init__(backbone, head, name, coupling)
-        self.head = head
+        super().__init__(backbone, head, coupling=coupling)
         self.beta = beta
         self.width = width
         self.candidates = candidates
 
-    @torch.inference_mode()
-    def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        """Propose a tree for each row."""
-        backbone, bonus = self.backbone, [row.tokens[-1] for row in rows]
-        most = max(map(width_of, rows))
-        if most == 0:
-            return DraftTree.root(bonus, backbone.device)
+    def _draft(self, rows: list[DraftRow], bonus: list[int], width: int, clock: Clock) -> DraftTree:
         depth = min(max(row.depth for row in rows), self.max_depth)
-        states = backbone.states(bonus, depth)
-        self.tell(self.head, rows, states)
-        paths = self._paths(rows, states, most)
-        width = min(self.width, most)
-        tree = grow(bonus, paths, width, depth, keep=most, device=backbone.device)
+        states = self.backbone.states(bonus, depth)
+        self.tell(rows, states)
+        paths, beam = self._paths(rows, states, width), min(self.width, width)
+        tree = grow(bonus, paths, beam, depth, keep=width, device=self.backbone.device)
         with clock("build"):
             budgets, depths = [row.budget for row in rows], [row.depth for row in rows]
             return prune(tree, budgets, self.beta, depths)
@@ -114,7 +107,7 @@ class Domino(HeadDrafter):
             torch.cat([best.values, mass.log()], dim=2),
             weights,
             min(most, best.indices.shape[2]),
-            torch.tensor([row.chain for row in rows], device=backbone.device),
+            rows,
         )
 
     def _couple(self, rows: list[DraftRow], logprobs: Tensor) -> Tensor | None:
@@ -145,7 +138,7 @@ class _Paths:
         base: float32 [R, L, C + 1], their log-probabilities before correction, and that of all other tokens.
         outer: [R, L, C + 1, rank], rows of the head's outer weights.
         most: children of a prefix that are of use, at most C.
-        chains: bool [R], rows that take one child only.
+        rows: of which those that want a chain take one child only.
         state: [R, W, gru_hidden], of the last level's prefixes.
     """
 
@@ -156,7 +149,7 @@ class _Paths:
     base: Tensor
     outer: Tensor
     most: int
-    chains: Tensor
+    rows: list[DraftRow]
     state: Tensor | None = None
 
     def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +165,6 @@ class _Paths:
             hidden = head.hidden(self.inner[:, None, level], self.state)
             scores = (scores + hidden @ self.outer[:, level].transpose(1, 2)).log_softmax(dim=-1)
         best = scores[:, :, :-1].topk(self.most, dim=-1)
-        if self.most > 1:
-            best.values[:, :, 1:].masked_fill_(self.chains[:, None, None], float("-inf"))
+        keep_chains(best.values, self.rows)
         candidates = self.tokens[:, None, level].expand(-1, tokens.shape[1], -1)
         return candidates.gather(2, best.indices), best.values

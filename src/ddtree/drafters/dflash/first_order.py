@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ddtree.drafters import DraftRow
-from ddtree.drafters.dflash.backbone import Backbone, HeadDrafter, width_of
+from ddtree.drafters import DraftRow, keep_chains
+from ddtree.drafters.dflash.backbone import Backbone, HeadDrafter
 from ddtree.drafters.dflash.heads import Head, Markov
 from ddtree.errors import ConfigError
 from ddtree.sampling.noise import PLAIN
@@ -35,7 +35,6 @@ class FirstOrder(HeadDrafter):
         head: one whose logits depend on the slot's state and the token before it; moved to the backbone's device
             and dtype.
         coupling: (beta, kappa) of noise-coupled drafting; (0, 1) drafts without looking at the noise.
-        name: of the drafter; the head's kind by default.
         predecessors: how many to guess for each row, as 64, in place of that.
         confident: multiply the probabilities of a prefix's children by the head's confidence that a draft there is
             accepted at all. That spends less of the budget where the head is unsure.
@@ -50,35 +49,25 @@ class FirstOrder(HeadDrafter):
         head: Head,
         *,
         coupling: tuple[float, float] = PLAIN,
-        name: str | None = None,
         predecessors: int | None = None,
         confident: bool = False,
     ) -> None:
-        super().__init__(backbone, head, name, coupling)
+        super().__init__(backbone, head, coupling=coupling)
         self._confidence = None
         if confident:
             if not isinstance(head, Markov) or head.confidence_proj is None:
                 raise ConfigError(f"this {head.kind} head has no confidence head: drop confident=True")
             self._confidence = head.confidence
-        self.head = head
         self._predecessors = predecessors
 
-    @torch.inference_mode()
-    def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        """Propose a tree for each row."""
-        backbone = self.backbone
-        bonus, depths = [row.tokens[-1] for row in rows], [row.depth for row in rows]
-        width, depth = max(map(width_of, rows)), max(depths)
-        if width == 0:
-            return DraftTree.root(bonus, backbone.device)
-        states = backbone.states(bonus, depth)
-        self.tell(self.head, rows, states)
+    def _draft(self, rows: list[DraftRow], bonus: list[int], width: int, clock: Clock) -> DraftTree:
+        depths = [row.depth for row in rows]
+        states = self.backbone.states(bonus, max(depths))
+        self.tell(rows, states)
         table = self._scored(rows, states, min(width, _MOST_CHILDREN))
         with clock("build"):
-            for index, row in enumerate(rows):
-                if row.chain:
-                    table.logprobs[index, :, 1:] = float("-inf")
-            tree = grow(bonus, table, width, depth, device=backbone.device)
+            keep_chains(table.logprobs, rows)
+            tree = grow(bonus, table, width, max(depths), device=self.backbone.device)
             return prune(tree, [row.budget for row in rows], depths=depths)
 
     def _scored(self, rows: list[DraftRow], states: Tensor, children: int) -> _ChildTable:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.drafters.dflash.config_formats import read_coupling
+from ddtree.drafters.dflash.config_formats import HEAD_KINDS, read_coupling
 from ddtree.drafters.dflash.heads import Head, create
 from ddtree.drafters.dflash.weight_files import (
     REMEDY,
-    check_names,
-    check_shape,
+    check_tensors,
     read_json,
     read_tensors,
     write_folder,
@@ -98,8 +97,13 @@ def read_head(folder: str | os.PathLike[str]) -> tuple[Head, Path, tuple[float, 
             raise CheckpointError(f"config.json is no {ARCHITECTURE}'s: name the folder of a head")
         settings = dict(settings)
         head = create(str(settings.pop("kind", "")), **settings)
-        _load(head, _dequantized(read_tensors(path)))
-        return head.eval(), _backbone(path, raw.get("backbone")), _coupling(raw.get("coupling"))
+        tensors = _dequantized(read_tensors(path))
+        check_tensors(tensors, head.state_dict(), f"{head.kind} head")
+        head.load_state_dict(tensors)
+        coupling = raw.get("coupling", {"beta": PLAIN[0], "kappa": PLAIN[1]})
+        if not isinstance(coupling, dict) or not {"beta", "kappa"} <= coupling.keys():
+            raise CheckpointError(f"coupling {coupling!r} must have numbers beta and kappa")
+        return head.eval(), _backbone(path, raw.get("backbone")), read_coupling(coupling)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error.__cause__
 
@@ -121,14 +125,6 @@ def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _load(head: Head, tensors: dict[str, Tensor]) -> None:
-    wanted = head.state_dict()
-    check_names(set(tensors), set(wanted), f"{head.kind} head")
-    for name, tensor in wanted.items():
-        check_shape(name, tensors[name], tuple(tensor.shape))
-    head.load_state_dict(tensors)
-
-
 def _backbone(folder: Path, name: Any) -> Path:
     if not isinstance(name, str) or not name:
         raise CheckpointError("config.json names no backbone: add the folder of its DFlash checkpoint")
@@ -140,15 +136,7 @@ def _backbone(folder: Path, name: Any) -> Path:
     return found
 
 
-def _coupling(table: Any) -> tuple[float, float]:
-    if table is None:
-        return PLAIN
-    if not isinstance(table, dict) or not {"beta", "kappa"} <= table.keys():
-        raise CheckpointError(f"coupling {table!r} must have numbers beta and kappa")
-    return read_coupling(table)
-
-
-def misfits(head: Head, hidden_size: int, size: int, vocab_size: int) -> list[str]:
+def incompatibilities(head: Head, hidden_size: int, size: int, vocab_size: int) -> list[str]:
     """Return every reason why a head does not fit a backbone of H and Vd, and its target's V; empty when it does."""
     settings, found = head.config(), []
     for name, theirs, what in (
@@ -163,38 +151,43 @@ def misfits(head: Head, hidden_size: int, size: int, vocab_size: int) -> list[st
     return found
 
 
-# Beginnings of the names of published heads' tensors.
-_MARKS = (
-    "ar_approximation.",
-    "markov_head.",
-    "confidence_head.",
-    "prefix_gru.",
-    "embed_proj.",
-    "logit_head.",
-)
-# Our names of the tensors and the published ones.
-_MARKOV = {"w1.weight": "markov_head.markov_w1.weight", "w2.weight": "markov_head.markov_w2.weight"}
+# Parts of the names of published heads' tensors, and the drafters that have them.
+_OWNERS = {
+    "prefix_gru": "Domino",
+    "embed_proj": "Domino",
+    "logit_head": "Domino",
+    "markov": "DSpark",
+    "confidence": "DSpark",
+    "ar_approximation": "TreeFlash",
+    "candidate_selector": "DFlash2",
+    "attention_conv": "DFlash2",
+    "mlp_conv": "DFlash2",
+}
+# For each kind of head, our names of its tensors and the published ones.
+_PUBLISHED = {
+    "markov": {"w1.weight": "markov_head.markov_w1.weight", "w2.weight": "markov_head.markov_w2.weight"},
+    "treeflash": {
+        "embed_norm.weight": "ar_approximation.norm.weight",
+        "gate_up.weight": "ar_approximation.ug.weight",
+        "gate_up.bias": "ar_approximation.ug.bias",
+        "down.weight": "ar_approximation.d.weight",
+    },
+    "domino": {
+        "prefix_gru.weight_ih_l0": "prefix_gru.weight_ih_l0",
+        "prefix_gru.weight_hh_l0": "prefix_gru.weight_hh_l0",
+        "embed_proj.0.weight": "embed_proj.0.weight",
+        "embed_proj.2.weight": "embed_proj.2.weight",
+    },
+}
 _CONFIDENCE = {f"confidence_proj.{part}": f"confidence_head.proj.{part}" for part in ("weight", "bias")}
-_TREEFLASH = {
-    "embed_norm.weight": "ar_approximation.norm.weight",
-    "gate_up.weight": "ar_approximation.ug.weight",
-    "gate_up.bias": "ar_approximation.ug.bias",
-    "down.weight": "ar_approximation.d.weight",
-}
-_DOMINO = {
-    name: name
-    for name in (
-        "prefix_gru.weight_ih_l0",
-        "prefix_gru.weight_hh_l0",
-        "embed_proj.0.weight",
-        "embed_proj.2.weight",
-    )
-}
+# Beginnings of the names in older Domino checkpoints.
+_OLDER = {"logit_head.0.": "embed_proj.0.", "logit_head.2.": "embed_proj.2.", "logit_head.": ""}
+_TITLES = {"markov": "Markov", "treeflash": "TreeFlash", "domino": "Domino"}
 
 
-def is_head_tensor(name: str) -> bool:
-    """Return whether a published drafter's tensor is its head's, not the network's."""
-    return name.startswith(_MARKS)
+def owner_of(name: str) -> str | None:
+    """Return the drafter whose head a published tensor belongs to, as "Domino"; None for a network's tensor."""
+    return next((owner for mark, owner in _OWNERS.items() if mark in name), None)
 
 
 def read_published(kind: str, raw: dict[str, Any], tensors: Mapping[str, Tensor]) -> Head:
@@ -209,14 +202,21 @@ def read_published(kind: str, raw: dict[str, Any], tensors: Mapping[str, Tensor]
         CheckpointError: a tensor is missing or unknown, or shapes and settings contradict each other.
     """
     settings = {**raw, **(raw.get("dflash_config") or {})}
-    found = {name: tensor for name, tensor in tensors.items() if is_head_tensor(name)}
-    config, names = {"markov": _markov, "treeflash": _treeflash, "domino": _domino}[kind](settings, found)
-    unknown = sorted(set(found) - set(names.values()))
-    if unknown:
+    found = {_current(name): t for name, t in tensors.items() if HEAD_KINDS.get(owner_of(name) or "") == kind}
+    names = dict(_PUBLISHED[kind])
+    if kind == "markov" and not settings.get("confidence_head_with_markov", True):
+        # One that does not know the token before a slot says the same of all branches, which is of no use here.
+        found = {name: tensor for name, tensor in found.items() if name not in _CONFIDENCE.values()}
+    elif kind == "markov" and _CONFIDENCE["confidence_proj.weight"] in found:
+        names |= _CONFIDENCE
+    if missing := [name for name in names.values() if name not in found]:
+        raise CheckpointError(f"this {_TITLES[kind]} head lacks {', '.join(missing)}; {REMEDY}")
+    unknown = sorted(found.keys() - names.values())
+    if unknown and kind != "domino":
         raise CheckpointError(f"unknown tensors {', '.join(unknown)} of a {kind} head; {REMEDY}")
-    with torch.device("meta"):
-        head = create(kind, **config)
     state = {ours: found[published] for ours, published in names.items()}
+    with torch.device("meta"):
+        head = create(kind, **_published_config(kind, settings, state))
     for ours, tensor in head.state_dict().items():
         if state[ours].shape != tensor.shape:
             raise CheckpointError(
@@ -232,42 +232,27 @@ def read_published(kind: str, raw: dict[str, Any], tensors: Mapping[str, Tensor]
     return head
 
 
-def _markov(settings: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the config of DSpark's head, and the published names of its tensors by ours."""
-    names, confidence = dict(_MARKOV), None
-    _check_complete(names, tensors, "Markov")
-    (vocab, rank), size = tensors[names["w1.weight"]].shape, len(tensors[names["w2.weight"]])
-    if not settings.get("confidence_head_with_markov", True):
-        # One that does not know the token before a slot says the same of all branches, which is of no use here.
-        for published in _CONFIDENCE.values():
-            tensors.pop(published, None)
-    elif _CONFIDENCE["confidence_proj.weight"] in tensors:
-        names |= _CONFIDENCE
-        _check_complete(names, tensors, "Markov")
-        confidence = tensors[names["confidence_proj.weight"]].shape[1] - rank
-    return {"size": size, "vocab_size": vocab, "rank": rank, "confidence": confidence}, names
+def _current(name: str) -> str:
+    """Return the name that newer checkpoints have for a tensor."""
+    older = next((older for older in _OLDER if name.startswith(older)), "")
+    return _OLDER.get(older, "") + name.removeprefix(older)
 
 
-def _treeflash(settings: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the config of TreeFlash's head, and the published names of its tensors by ours."""
-    _check_complete(_TREEFLASH, tensors, "TreeFlash")
-    hidden, inner = tensors[_TREEFLASH["down.weight"]].shape
-    return {"hidden_size": hidden, "intermediate_size": inner}, _TREEFLASH
+def _published_config(kind: str, settings: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return a head's config, by the shapes of its tensors, which have our names.
 
-
-def _domino(settings: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the config of Domino's head (`projector_type` "domino" or "causal_v5"), and its tensors' names.
-
-    Older checkpoints have "logit_head." before the names, or in place of "embed_proj.". `shift_label` is the
-    backbone's (`DFlashConfig.sample_from_anchor`).
+    Domino's `shift_label` is the backbone's (`DFlashConfig.sample_from_anchor`).
     """
-    for published in list(tensors):
-        tensor, name = tensors.pop(published), published.removeprefix("logit_head.")
-        name = f"embed_proj.{name}" if name in ("0.weight", "2.weight") else name
-        if name in _DOMINO:
-            tensors[name] = tensor
-    _check_complete(_DOMINO, tensors, "Domino")
-    gru_hidden, hidden_size = (tensors[f"prefix_gru.weight_{part}_l0"].shape[1] for part in ("hh", "ih"))
+    if kind == "markov":
+        vocab, rank = tensors["w1.weight"].shape
+        config = {"size": len(tensors["w2.weight"]), "vocab_size": vocab, "rank": rank}
+        if "confidence_proj.weight" in tensors:
+            config["confidence"] = tensors["confidence_proj.weight"].shape[1] - rank
+        return config
+    if kind == "treeflash":
+        hidden, inner = tensors["down.weight"].shape
+        return {"hidden_size": hidden, "intermediate_size": inner}
+    gru_hidden, hidden = (tensors[f"prefix_gru.weight_{part}_l0"].shape[1] for part in ("hh", "ih"))
     size, rank = tensors["embed_proj.2.weight"].shape
     pure = settings.get("pure_draft_prefix_len", 0)
     if not is_whole(pure) or pure < 0:
@@ -277,11 +262,10 @@ def _domino(settings: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[
             raise CheckpointError(
                 f"{key}={settings[key]!r}, but the Domino head's tensors are made for {width}"
             )
-    config = {"hidden_size": hidden_size, "size": size, "gru_hidden": gru_hidden, "rank": rank}
-    return {**config, "pure_prefix": pure}, _DOMINO
-
-
-def _check_complete(names: dict[str, str], tensors: Mapping[str, Tensor], head: str) -> None:
-    missing = [name for name in names.values() if name not in tensors]
-    if missing:
-        raise CheckpointError(f"this {head} head lacks {', '.join(missing)}; {REMEDY}")
+    return {
+        "hidden_size": hidden,
+        "size": size,
+        "gru_hidden": gru_hidden,
+        "rank": rank,
+        "pure_prefix": pure,
+    }

@@ -20,13 +20,7 @@ from ddtree.validation import check_whole
 
 
 class BackboneParts(Protocol):
-    """The frozen parts of a backbone and its target that heads use.
-
-    Attributes:
-        size: Vd, tokens of the draft vocabulary.
-    """
-
-    size: int
+    """The frozen parts of a backbone and its target that heads use."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input embeddings [..., H] of the target's token ids [...]."""
@@ -39,9 +33,6 @@ class BackboneParts(Protocol):
 
     def index(self, tokens: Tensor) -> Tensor:
         """Return the draft tokens of the target's token ids; -1 for those outside the draft vocabulary."""
-
-    def tokens(self, index: Tensor) -> Tensor:
-        """Return the target's token ids of draft tokens."""
 
 
 class Head(nn.Module, ABC):

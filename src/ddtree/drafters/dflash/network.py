@@ -8,7 +8,7 @@ target's. Parameter names are the tensor names of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -304,11 +304,3 @@ def _bias(
         return None
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return bias.masked_fill_(~mask, float("-inf"))[:, None]
-
-
-def named_shapes(config: DFlashConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of all tensors of a checkpoint, without making any."""
-    with torch.device("meta"):
-        net = DFlashNet(config)
-    for name, tensor in net.state_dict().items():
-        yield name, tuple(tensor.shape)

@@ -1,4 +1,4 @@
-"""Finds, reads and writes the files of a drafter's folder, and makes the tensors' published names ours."""
+"""Finds, reads, checks and writes the files of a drafter's folder: JSON and tensors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddtree.drafters.dflash.network import DFlashConfig
 from ddtree.errors import CheckpointError
 from ddtree.validation import first_line
 
 REMEDY = "download it again, or name another drafter"
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_PREFIXES = ("model.", "draft_model.")
-_RENAMED = {
-    "midlayer.": "layers.0.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "encoder.fc.": "fc.",
-}
-# Copies of the target's tensors, and maps that follow from other tensors.
-_IGNORED = ("t2d", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
+# Raised by safetensors and torch for a file that is cut short, altered, or not a table of tensors.
+_DAMAGE = (SafetensorError, OSError, RuntimeError, EOFError, TypeError, ValueError, pickle.UnpicklingError)
 
 
 def locate(name: str | os.PathLike[str]) -> Path:
@@ -83,96 +76,50 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             shards = read_json(index).get("weight_map")
             if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
                 raise CheckpointError(f"{index.name} is damaged (no weight_map): {REMEDY}")
-            tensors = {}
-            for shard in sorted(set(shards.values())):
-                tensors.update(_read_shard(folder / shard))
-            return tensors
-        if (folder / name).exists():
-            return _read_shard(folder / name)
+            parts = [read_file(folder / shard) for shard in sorted(set(shards.values()))]
+        elif (folder / name).exists():
+            parts = [read_file(folder / name)]
+        else:
+            continue
+        return {name: tensor for part in parts for name, tensor in part.items()}
     raise CheckpointError(f"it has no weights (model.safetensors or pytorch_model.bin): {REMEDY}")
 
 
-def _read_shard(path: Path) -> dict[str, Tensor]:
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the content of a file of tensors by name; a file of PyTorch's with one tensor has it as "embedding".
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+            return dict(load_file(path))
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        return {"embedding": content} if isinstance(content, Tensor) else dict(content)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name} is missing: {REMEDY}") from error
-    except (
-        SafetensorError,
-        OSError,
-        RuntimeError,
-        EOFError,
-        TypeError,
-        ValueError,
-        pickle.UnpicklingError,
-    ) as error:
+    except _DAMAGE as error:
         raise CheckpointError(f"{path.name} is damaged ({first_line(error)}): {REMEDY}") from error
 
 
-def read_mask_embedding(folder: Path, config: DFlashConfig) -> Tensor | None:
-    """Return a mask embedding [H] trained apart from the vocabulary, which some checkpoints have in a file.
+def check_tensors(tensors: dict[str, Tensor], wanted: dict[str, Tensor], owner: str) -> None:
+    """Check that tensors have the names and shapes of those wanted; `owner` is what they make, as "DFlash checkpoint".
 
     Raises:
-        CheckpointError: the file is damaged, or for another mask token or size.
+        CheckpointError: they have not; the message names them.
     """
-    path = folder / "mask_embedding.pt"
-    if not path.exists():
-        return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        token = config.mask_token_id
-        if isinstance(state, dict):
-            token, state = state.get("mask_token_id", token), state["embedding"]
-        embedding = state.reshape(-1)
-    except (KeyError, AttributeError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path.name} is damaged ({type(error).__name__}): {REMEDY}") from error
-    if token != config.mask_token_id or len(embedding) != config.hidden_size:
-        raise CheckpointError(
-            f"{path.name} has {len(embedding)} values for token {token}, not {config.hidden_size} for mask token "
-            f"{config.mask_token_id}; {REMEDY}"
-        )
-    return embedding
-
-
-def our_names(tensors: dict[str, Tensor], config: DFlashConfig) -> dict[str, Tensor]:
-    """Return a published network's tensors by `DFlashNet`'s names; fused projections are taken apart."""
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    inner = config.intermediate_size
-    fused = {
-        ".qkv_proj.": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
-        ".gate_up_proj.": {"gate_proj": inner, "up_proj": inner},
-    }
-    named: dict[str, Tensor] = {}
-    for published, tensor in tensors.items():
-        name = published
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
-        for theirs, ours in _RENAMED.items():
-            if name.startswith(theirs):
-                name = ours + name.removeprefix(theirs)
-        if name.startswith(_IGNORED):
-            continue
-        mark = next((mark for mark in fused if mark in name), None)
-        if mark is None or tensor.shape[0] != sum(fused[mark].values()):
-            named[name] = tensor
-            continue
-        for part, piece in zip(fused[mark], tensor.split(list(fused[mark].values())), strict=True):
-            named[name.replace(mark, f".{part}.")] = piece
-    return named
-
-
-def check_names(found: set[str], wanted: set[str], owner: str) -> None:
-    """Raise CheckpointError, with the names, unless tensors are exactly those wanted; `owner` is what they make."""
     faults = [
         f"{kind} tensors {_listed(names)}"
-        for kind, names in (("unknown", found - wanted), ("missing", wanted - found))
+        for kind, names in (
+            ("unknown", tensors.keys() - wanted.keys()),
+            ("missing", wanted.keys() - tensors.keys()),
+        )
         if names
     ]
     if faults:
         raise CheckpointError(f"{' and '.join(faults)}: this is no complete {owner}; {REMEDY}")
+    for name, tensor in wanted.items():
+        check_shape(name, tensors[name], tuple(tensor.shape))
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

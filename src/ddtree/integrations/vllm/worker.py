@@ -7,10 +7,10 @@ from typing import Any
 from vllm.v1.worker import cpu_worker
 
 from ddtree.errors import UnsupportedModelError
-from ddtree.integrations.vllm import compat, tree_attention, validate
+from ddtree.integrations.vllm import release, tree_attention, validate
 from ddtree.integrations.vllm.model_runner import TreeRunner
 
-compat.check()
+release.check()
 tree_attention.register()
 
 

@@ -34,7 +34,7 @@ function draw() {
 }
 
 const link = byId("link");
-const STATUS = { starting: "starting: measuring what rounds cost here", closing: "shutting down" };
+const STATUS = { starting: "starting: measuring the cost of a round", closing: "shutting down" };
 let connection = { up: false, message: "Not connected yet." };
 
 // One line on how the server does: unreachable, not ready (and why), or live.

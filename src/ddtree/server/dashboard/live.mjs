@@ -36,8 +36,8 @@ export class Live {
     byId("gain-box").hidden = !times;
     byId("gain").textContent = times ? `${times.toFixed(2)}×` : "";
     byId("tpot-note").textContent = times
-      ? `Drafted answers go on ${times.toFixed(2)}× as fast as autoregressive ones.`
-      : "To compare, have answers with and without drafting: run a race.";
+      ? `Drafted answers decode ${times.toFixed(2)}× as fast as autoregressive ones.`
+      : "To compare, run a race: it decodes with and without drafting.";
     this.#depths(state.accepted_per_depth ?? []);
     this.#split();
     this.#arms(rolling.by_arm ?? {});
@@ -113,7 +113,7 @@ export class Live {
       el("td", {}, load === null || load === undefined ? NONE : String(load)),
       el("th", { scope: "row" }, arm ?? NONE),
       el("td", { class: "reason" }, reason ?? ""),
-    )) : [el("tr", {}, el("td", { class: "empty", colspan: 4 }, "no choice yet: it is made under “auto”"))]));
+    )) : [el("tr", {}, el("td", { class: "empty", colspan: 4 }, "no choice yet: only “auto” chooses"))]));
   }
 }
 

@@ -1,7 +1,7 @@
 // How each token of an answer came: accepted from the draft at some depth, or chosen by the target itself (bonus).
 
 export const LEVELS = [
-  { name: "bonus", least: 0, label: "target's own" },
+  { name: "bonus", least: 0, label: "target's choice" },
   { name: "d1", least: 1, label: "depth 1" },
   { name: "d2", least: 2, label: "2–3" },
   { name: "d4", least: 4, label: "4–7" },

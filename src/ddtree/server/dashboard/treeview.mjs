@@ -32,7 +32,7 @@ export class TreeView {
     const rounds = this.#history.rounds;
     const round = this.#held ?? rounds.at(-1);
     this.hold.setAttribute("aria-pressed", String(this.#held !== null));
-    this.hold.textContent = this.#held ? "Go on" : "Hold";
+    this.hold.textContent = this.#held ? "Resume" : "Pause";
     this.hold.disabled = !round;
     const at = rounds.indexOf(round);
     byId("earlier").disabled = !round || at === 0 || rounds.length < 2;
@@ -112,7 +112,7 @@ export class TreeView {
       boxes.push(svg(
         "g",
         { class: `node${kind(node)}` },
-        svg("title", {}, node === bonus ? `${JSON.stringify(tree.tokens[node])}: the bonus token, the target's own` : this.#told(tree, node, taken)),
+        svg("title", {}, node === bonus ? `${JSON.stringify(tree.tokens[node])}: the bonus token, chosen by the target` : this.#told(tree, node, taken)),
         svg("rect", { x: left, y: y - BOX / 2, width: right(node) - left, height: BOX, rx: 3 }),
         svg("text", { x: left + 5, y: y + 4.1 }, label),
       ));
@@ -144,7 +144,7 @@ export class TreeView {
   }
 
   #told(tree, node, taken) {
-    if (node === 0) return `root: ${JSON.stringify(tree.tokens[0])}, chosen by the target the round before`;
+    if (node === 0) return `root: ${JSON.stringify(tree.tokens[0])}, chosen by the target in the round before`;
     const chance = tree.logprobs ? percent(Math.exp(tree.logprobs[node])) : NONE;
     return `${JSON.stringify(tree.tokens[node])} at depth ${tree.depths[node]}, ` +
       `prefix probability ${chance}${taken ? ", accepted" : ""}`;
