@@ -14,7 +14,8 @@ from ddtree.drafters.ngram import Lookup
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
-from ddtree.policy import OFF, Arm, Choice, Policy, Request
+from ddtree.policy import OFF, Arm, Choice, Request
+from ddtree.policy.controller import Policy
 from ddtree.policy.latency import LatencyTable, Sample
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.tree import DraftTree

@@ -22,8 +22,9 @@ from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError, PromptError
-from ddtree.policy import AutoBudget, AutoMethod, Policy, cache, calibration
+from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
 from ddtree.policy.acceptance import Acceptance
+from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree

@@ -25,7 +25,8 @@ from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.kv_cache import drop_row, out_of_memory
 from ddtree.model.target import Target
-from ddtree.policy import AutoBudget, AutoMethod, Choice, Policy, Request
+from ddtree.policy import AutoBudget, AutoMethod, Choice, Request
+from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk

@@ -19,7 +19,7 @@ from ddtree.tree import MAX_DEPTH
 
 if TYPE_CHECKING:
     from ddtree.engine.engine import Round
-    from ddtree.policy import Policy
+    from ddtree.policy.controller import Policy
     from ddtree.stats import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
