@@ -222,8 +222,9 @@ def test_arms_of_a_fixed_budget_are_compared_with_all_of_it(model, prompts, gree
         engine.add(prompts[0], GREEDY, method="auto", budget=40)
         run(engine)
     (group,) = engine.policy.state()["groups"]
-    # Free choice would take a few of the n-grams' nodes, each of which costs a tenth of a round.
-    assert group["arms"]["tree@lookup"]["nodes"] > 8
+    # The n-grams proposed 40 nodes in half of the compared rounds, and nothing in the others. Free choice would take
+    # a few of them, each of which costs a tenth of a round.
+    assert group["arms"]["tree@lookup"]["nodes"] >= 20
 
 
 def test_a_drafter_that_catches_up_is_not_timed():

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,27 +47,11 @@ QUICK_TURNS = 3
 COMMITTED = 4
 
 
-class VerifyTimer(Protocol):
-    """Times verification, by our engine or by another one.
+class TargetTimer:
+    """Times verification by a target that gives a drafter its features.
 
     Attributes:
         longest: most committed tokens of a row that `setup` can give, e.g. 2048.
-    """
-
-    longest: int
-
-    def setup(self, rows: int, context: int) -> None:
-        """Hold that many rows with `context` committed tokens on average."""
-
-    def verify(self, width: int) -> float:
-        """Return the seconds of verifying a binary tree of `width` nodes for each row."""
-
-    def close(self) -> None:
-        """Free what was set up."""
-
-
-class TargetTimer:
-    """Times verification by a target that gives a drafter its features, a `VerifyTimer`.
 
     Raises:
         UnsupportedModelError: trees cannot be verified on the target.
@@ -118,39 +102,35 @@ class DraftTimer:
     """Times drafting. The drafter may hold no rows before; `close` leaves it without.
 
     Args:
-        drafter: a drafter; with None there is nothing to set up, and nothing may be drafted.
+        drafter: a drafter.
         target: the target that the drafter drafts for.
         longest: most committed tokens of a row at `setup`.
     """
 
-    def __init__(self, drafter: Drafter | None, target: Any, longest: int) -> None:
+    def __init__(self, drafter: Drafter, target: Any, longest: int) -> None:
         self._drafter = drafter
         self._target = target
         self._tokens = uneven_tokens(longest + _growth(longest), target.vocab_size)
-        self._features: torch.Tensor | None = None
-        if drafter is not None and drafter.feature_layers:
-            shape = len(self._tokens), len(drafter.feature_layers) * target.hidden_size
-            self._features = torch.randn(shape, dtype=target.dtype, device=target.device)
+        shape = len(self._tokens), len(drafter.feature_layers) * target.hidden_size
+        self._features = torch.randn(shape, dtype=target.dtype, device=target.device)
         self._rows = self._context = self._length = 0
 
     def setup(self, rows: int, context: int) -> None:
         """Hold that many rows of about `context` committed tokens, and draft once, so that they are processed."""
         self.close()
-        if self._drafter is not None:
-            for _ in range(rows):
-                self._drafter.add_row()
-                self._rows += 1
-            self._context, self._length = context, 0
-            self._commit(context)
-            self.draft(2, None)
+        self._context, self._length = context, 0
+        for _ in range(rows):
+            self._drafter.add_row()
+            self._rows += 1
+        self._commit(context)
+        self.draft(2, None)
 
     def draft(self, width: int, members: tuple[str, ...] | None) -> float:
         """Return the seconds of drafting `width` - 1 nodes for each row."""
-        assert self._drafter is not None
         depth = min(MAX_DEPTH, self._drafter.max_depth)
         text = self._tokens[: self._length + 1]
         rows = [DraftRow(list(text), width - 1, depth, members=members) for _ in range(self._rows)]
-        return _seconds(self._target.device, partial(self._drafter.draft, rows, Clock()))
+        return _seconds(self._target.device, lambda: self._drafter.draft(rows, Clock()))
 
     def next_round(self) -> None:
         """Commit as many tokens as a round does; begin anew where the text has left its context."""
@@ -161,14 +141,13 @@ class DraftTimer:
 
     def close(self) -> None:
         """Free the drafter's rows."""
-        while self._drafter is not None and self._rows:
+        while self._rows:
             self._rows -= 1
             self._drafter.drop_row(self._rows)
 
     def _commit(self, count: int) -> None:
-        assert self._drafter is not None
         new = slice(self._length, self._length + count)
-        features = None if self._features is None else self._features[new]
+        features = self._features[new] if self._drafter.feature_layers else None
         for row in range(self._rows):
             self._drafter.observe(row, self._tokens[new], features)
         self._length += count
@@ -221,7 +200,7 @@ def quick(
     target: Any,
     drafter: Drafter | None = None,
     *,
-    timer: VerifyTimer | None = None,
+    timer: Any = None,
     widest: int = MAX_BUDGET + 1,
     seconds: float = 2.5,
 ) -> LatencyTable:
@@ -230,7 +209,8 @@ def quick(
     Args:
         target: to verify with.
         drafter: to draft with.
-        timer: times verification where another engine than ours verifies; closed afterwards.
+        timer: times verification where another engine than ours verifies, with the methods of `TargetTimer`; closed
+            afterwards.
         widest: most nodes of a row, root included.
         seconds: about how long it may take. On a slow model, or a busy machine, fewer points and turns are measured,
             and `machine["cut_short"]` is true.
@@ -268,7 +248,7 @@ def _measure(
     turns: int,
     dearest: float,
     *,
-    timer: VerifyTimer | None = None,
+    timer: Any = None,
     seconds: float = float("inf"),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatencyTable:
@@ -288,21 +268,28 @@ def _measure(
     verify: list[Sample] = []
     drafts: dict[str, list[Sample]] = {part.name: [] for part in parts_of(drafter)}
     cut_short, root = False, 0.0
-    with _timers(target, drafter, timer, max(context for _, context in grid)) as (verifying, drafting):
-        todo = {(rows, min(own, verifying.longest)): tuple(widths) for (rows, own), widths in grid.items()}
+    with _memory(target.device), ExitStack() as opened:
+        verifying = opened.enter_context(closing(timer or TargetTimer(target, drafter)))
+        todo = {(rows, min(length, verifying.longest)): tuple(own) for (rows, length), own in grid.items()}
+        drafting: DraftTimer | None = None
+        if drafter is not None:
+            longest = max(context for _, context in todo)
+            drafting = opened.enter_context(closing(DraftTimer(drafter, target, longest)))
         for turn in range(turns + 1):
             order = -1 if turn > 0 and turn % 2 == 0 else 1
             for done, (rows, context) in enumerate(list(todo)[::order], turn * len(todo) + 1):
                 verifying.setup(rows, context)
-                drafting.setup(rows, context)
+                if drafting is not None:
+                    drafting.setup(rows, context)
                 for width in (widths := todo[rows, context])[::order]:
                     # Without the slope from one width to another there is nothing to decide by.
                     if time.perf_counter() > ends and len(verify) >= 4:
                         cut_short = True
                         break
-                    for name in drafts if width > 1 else ():
-                        drafting.next_round()
-                        drafts[name].append(Sample(width, rows, context, drafting.draft(width, (name,))))
+                    if drafting is not None and width > 1:
+                        for name, own in drafts.items():
+                            drafting.next_round()
+                            own.append(Sample(width, rows, context, drafting.draft(width, (name,))))
                     took = verifying.verify(width)
                     if turn == 0 and (width == widths[0] or took > dearest * root):
                         # The first pass of a shape may have had something to set up.
@@ -318,19 +305,13 @@ def _measure(
 
 
 @contextmanager
-def _timers(
-    target: Any, drafter: Drafter | None, timer: VerifyTimer | None, longest: int
-) -> Iterator[tuple[VerifyTimer, DraftTimer]]:
-    """Make the timers, and leave nothing behind. Raises CacheMemoryError for want of memory."""
+def _memory(device: torch.device) -> Iterator[None]:
+    """Raise CacheMemoryError where memory runs out."""
     try:
-        with (
-            closing(timer or TargetTimer(target, drafter)) as verifying,
-            closing(DraftTimer(drafter, target, min(longest, verifying.longest))) as drafting,
-        ):
-            yield verifying, drafting
+        yield
     except torch.OutOfMemoryError as error:
         raise CacheMemoryError(
-            f"{target.device} ran out of memory while measuring: give fewer rows, shorter contexts or fewer nodes"
+            f"{device} ran out of memory while measuring: give fewer rows, shorter contexts or fewer nodes"
         ) from error
 
 
