@@ -238,6 +238,7 @@ class _Round:
         self.tree: DraftTree
         self.proposals: Callable[[], Proposals | None]
         self.whole: Sequence[bool]
+        self.known: list[Acceptance]
         self.expected: list[float]
 
     @property
@@ -302,7 +303,8 @@ class Policy:
         now = self._round
         now.tree, now.proposals, now.whole = tree, proposals, whole or [True] * len(tree.sizes)
         asked = list(zip(now.requests, now.choices, strict=True))
-        chances = _chances(tree, [self._known(choice.arm, request) for request, choice in asked])
+        now.known = [self._known(choice.arm, request) for request, choice in asked]
+        chances = _chances(tree, now.known)
         sizes = [size - 1 for size in tree.sizes]
         width = max(sizes)
         if width and any(request.budget == "auto" for request in now.requests):
@@ -346,8 +348,7 @@ class Policy:
                 compared = controller.should_compare(arm)
                 others = self._counterfactual(now, controller, rows, answers) if compared else {}
                 controller.learn(arm, tokens, others)
-        arms = zip(now.choices, now.requests, strict=True)
-        _count(tree, paths, [self._known(choice.arm, request) for choice, request in arms])
+        _count(tree, paths, now.known)
 
     def state(self) -> dict[str, Any]:
         """Return its figures as plain JSON values: of each kind of request under each load."""
@@ -379,10 +380,8 @@ class Policy:
         request, made = now.requests[rows[0]], {}
         proposed = dict(now.proposals() or ())
         for arm, stats in list(controller.stats.items())[1:-1]:
-            if arm.members[0] not in proposed:
-                made[arm] = stats.observe(1.0, 0.0, 1.0)
-                continue
-            tree = DraftTree.stack([proposed[arm.members[0]].row(row) for row in rows])
+            own = proposed.get(arm.members[0])
+            tree = DraftTree.stack([own.row(row) for row in rows]) if own else DraftTree.root([0] * len(rows))
             known = [self._known(arm, request)] * len(rows)
             chances, width = _chances(tree, known), max(tree.sizes) - 1
             if request.budget == "auto":
