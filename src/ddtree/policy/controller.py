@@ -310,9 +310,7 @@ class Policy:
         if width and any(request.budget == "auto" for request in now.requests):
             ratios = [now.controllers[r].stats[c.arm].ratio if r.automatic else 1.0 for r, c in asked]
             # What has a fixed budget is verified whatever the others do.
-            fixed = [
-                size for size, request in zip(sizes, now.requests, strict=True) if request.budget != "auto"
-            ]
+            fixed = [size for size, (r, _) in zip(sizes, asked, strict=True) if r.budget != "auto"]
             seconds = self.latency.round_up_to(now.names, width, *now.load)
             width = best_width(np.array(ratios)[:, None] * chances, seconds, now.rate, max(fixed, default=0))
             for row, request in enumerate(now.requests):
