@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from acceptance import examples_of
 
-from ddtree.bench import methods as cells
+from ddtree.bench.methods import MethodSpec, parse_method
 from ddtree.bench.prompt_sets import read
 from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import load_drafter
@@ -34,7 +34,8 @@ from ddtree.engine.planner import Planner
 from ddtree.model.demo import demo_drafter
 from ddtree.model.pretrained import load_causal_lm
 from ddtree.model.target import Target
-from ddtree.policy import Policy, Request, cache
+from ddtree.policy import Request, cache
+from ddtree.policy.controller import Policy
 from ddtree.policy.latency import LatencyTable, Sample
 from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
@@ -82,7 +83,7 @@ def main() -> None:
         for costs in map(Costs, args.costs):
             for temperature in args.temperatures:
                 for name in args.cells:
-                    decoding = Decoding(cells.parse(name, members), target, drafter, costs)
+                    decoding = Decoding(parse_method(name, members), target, drafter, costs)
                     for place, example in sets[temperature]:
                         prompt = prompts[place % len(prompts)]
                         line = decoding(example, SamplingParams(temperature=temperature, seed=place))
@@ -143,7 +144,7 @@ class Reading:
 class Decoding:
     """One way of decoding, that goes from answer to answer and learns."""
 
-    def __init__(self, cell: cells.Cell, target: Target, drafter: Drafter, costs: Costs) -> None:
+    def __init__(self, cell: MethodSpec, target: Target, drafter: Drafter, costs: Costs) -> None:
         self.cell, self.target, self.drafter, self.costs = cell, target, drafter, costs
         self.planner = Planner(target, drafter, Clock())
         known = (

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddtree.policy import Policy, Request
+from ddtree.policy import Request
+from ddtree.policy.controller import Policy
 from ddtree.policy.latency import LatencyTable, Sample
 from ddtree.tree import DraftTree, best_first, following, walk
 

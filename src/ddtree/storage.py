@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from ddtree.errors import ConfigError
 
 
 def cache_folder() -> Path:
@@ -41,3 +45,20 @@ def atomic_write(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(file: Path, values: Any) -> None:
+    """Write values to a file as indented JSON, whole or not at all.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    try:
+        with atomic_write(file) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError(
+            f"{file} cannot be written ({why}): name another file or free the folder"
+        ) from error

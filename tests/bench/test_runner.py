@@ -15,8 +15,8 @@ from ddtree.bench.results import ResultsFile, read
 from ddtree.drafters.ngram import Lookup
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
-from ddtree.policy import Policy
 from ddtree.policy.calibration import quick
+from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import SamplingParams
 
 NAMES = ["off", "chain", "tree:8", "auto"]

@@ -198,14 +198,6 @@ def test_a_chain_is_a_path_under_the_mix(target):
         assert score == pytest.approx(max(wide[other] for other in siblings), abs=1e-5)
 
 
-def test_nodes_below_the_floor_are_not_drafted(target):
-    row = request(1, budget=40)
-    whole = scored(draft(Mixed(dflash(target), Lookup()), row))
-    floor = sum(sorted(set(whole.values()))[20:22]) / 2
-    cut = scored(draft(Mixed(dflash(target), Lookup()), replace(row, floor=floor)))
-    assert cut == {path: score for path, score in whole.items() if score >= floor}
-
-
 @pytest.mark.parametrize("weight", [0.0, 1.1, math.nan])
 def test_a_weight_out_of_range_is_named(target, weight):
     with pytest.raises(ConfigError, match=r"weight=.* is not above 0 and at most 1"):

@@ -235,12 +235,3 @@ def test_a_table_of_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="token id 60 and the target has 48 tokens"):
         Lookup(table, vocab_size=48)
     Lookup(table, vocab_size=61)
-
-
-def test_nodes_below_the_floor_are_not_drafted():
-    tokens = text(60)
-    drafter = Lookup()
-    whole = draft(drafter, row(tokens, 40)).logprobs[0].tolist()
-    floor = sum(sorted(set(whole))[len(set(whole)) // 2 :][:2]) / 2
-    cut = draft(drafter, row(tokens, 40, floor=floor)).logprobs[0].tolist()
-    assert 1 < len(cut) < len(whole) and cut == [score for score in whole if score >= floor]

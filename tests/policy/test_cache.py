@@ -52,15 +52,6 @@ def test_a_saved_table_is_found_again_and_names_the_machine(target, folder):
     assert cache.load(key).verify(8) == pytest.approx(0.36)
 
 
-def other_threads(target):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        return cache.key(target)
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -70,18 +61,20 @@ def other_threads(target):
         lambda target: cache.key(Target(tiny.model(), max_context=24)),
         lambda target: cache.key(target, Lookup()),
         lambda target: cache.key(target, dflash(target)),
-        other_threads,
     ],
-    ids=["shape", "family", "dtype", "context", "drafter", "network", "threads"],
+    ids=["shape", "family", "dtype", "context", "drafter", "network"],
 )
-def test_another_pair_dtype_or_number_of_threads_is_measured_anew(target, other):
+def test_another_pair_or_dtype_is_measured_anew(target, other):
     cache.save(cache.key(target), table())
     assert cache.load(other(target)) is None
 
 
-def test_another_device_is_measured_anew(target, monkeypatch):
+@pytest.mark.parametrize(
+    ("where", "name", "value"), [(cache, "device_name", "a faster one"), (torch, "get_num_threads", 77)]
+)
+def test_another_device_or_number_of_threads_is_measured_anew(target, monkeypatch, where, name, value):
     cache.save(cache.key(target), table())
-    monkeypatch.setattr(cache, "device_name", lambda device: "a faster one")
+    monkeypatch.setattr(where, name, lambda *_: value)
     assert cache.load(cache.key(target)) is None
 
 

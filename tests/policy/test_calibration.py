@@ -167,13 +167,10 @@ def test_memory_that_runs_out_while_measuring_is_named(model, monkeypatch):
         calibration.quick(Target(model))
 
 
-def test_contexts_are_cut_to_the_target_s(model):
+def test_contexts_are_cut_to_the_target_s_and_one_too_short_is_named(model):
     target = Target(model, max_context=64)
     table = calibration.thorough(target, contexts=(20, 500, 900), widths=(1, 2), turns=1)
     assert {point.context for point in table.points} == {20, 64 - MAX_DEPTH - 2}
-
-
-def test_a_context_too_short_is_named(model):
     with pytest.raises(ConfigError, match="16 tokens is too short to calibrate: give 20 or more"):
         calibration.thorough(Target(model, max_context=16), **GRID)
     assert calibration.thorough(Target(model, max_context=20), **GRID).points

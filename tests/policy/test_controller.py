@@ -5,16 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from ddtree.policy.controller import (
-    EXPLORATION,
-    OFF,
-    Arm,
-    ArmStats,
-    Controller,
-    Request,
-    arms_of,
-    best_width,
-)
+from ddtree.policy import OFF, Arm, Request
+from ddtree.policy.controller import EXPLORATION, ArmStats, Controller, best_width
 
 FULL, DFLASH, LOOKUP = Arm("tree", ("dflash", "lookup")), Arm("tree", ("dflash",)), Arm("tree", ("lookup",))
 SECONDS = {FULL: 0.034, DFLASH: 0.033, LOOKUP: 0.028, OFF: 0.023}
@@ -43,7 +35,7 @@ def play(control, rounds, tokens, seed=0):
 
 def test_arms_of_a_request():
     def names(*request):
-        return [str(arm) for arm in arms_of(Request(*request))]
+        return [str(arm) for arm in Request(*request).arms()]
 
     assert names("auto", "auto", ("a", "b")) == ["tree@a+b", "tree@a", "tree@b", "off"]
     assert names("auto", 8, ("a",)) == ["tree@a", "off"]

@@ -193,10 +193,8 @@ def test_damaged_json_is_named_with_the_remedy(change):
 
 
 @pytest.mark.parametrize(
-    "sample",
-    [Sample(0, 1, 0, 1.0), Sample(1, 0, 0, 1.0), Sample(1, 1, -1, 1.0), Sample(1, 1, 0, 0.0),
-     Sample(1, 1, 0, float("nan"))],
-)  # fmt: skip
+    "sample", [(0, 1, 0, 1.0), (1, 0, 0, 1.0), (1, 1, -1, 1.0), (1, 1, 0, 0.0), (1, 1, 0, float("nan"))]
+)
 def test_impossible_measurements_are_refused(sample):
     with pytest.raises(ConfigError, match="is no measurement"):
-        table([*grid(), sample])
+        Sample(*sample)

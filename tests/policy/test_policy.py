@@ -1,7 +1,6 @@
 """What `auto` does to an engine: other nodes, other arms, never other tokens."""
 
 import json
-import time
 from itertools import cycle
 
 import pytest
@@ -14,7 +13,8 @@ from ddtree.drafters.ngram import Lookup
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
-from ddtree.policy import OFF, Arm, Choice, Policy, Request
+from ddtree.policy import OFF, Arm, Choice, Request
+from ddtree.policy.controller import Policy
 from ddtree.policy.latency import LatencyTable, Sample
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.tree import DraftTree
@@ -23,16 +23,17 @@ from scripted import Scripted
 LENGTH = 60
 GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=5, max_tokens=LENGTH)
+AUTO = {"method": "auto", "budget": "auto"}
 
 
-def latency(per_node=0.0001, root=0.02, draft=0.002, names=("scripted", "lookup"), **drafts_of):
+def latency(per_node=0.0001, root=0.02, names=("scripted", "lookup")):
     points = [
         Sample(w, r, c, root + per_node * w * r)
         for w in (1, 2, 9, 33, 65)
         for r in (1, 4)
         for c in (0.0, 512.0)
     ]
-    drafts = {name: [Sample(w, 1, 0.0, drafts_of.get(name, draft)) for w in (2, 33)] for name in names}
+    drafts = {name: [Sample(w, 1, 0.0, 0.002) for w in (2, 33)] for name in names}
     return LatencyTable(points, drafts, machine={})
 
 
@@ -41,22 +42,13 @@ class Turning(Policy):
 
     def __init__(self):
         super().__init__(latency())
-        self.arms = cycle(
-            [Arm("tree", ("scripted", "lookup")), Arm("tree", ("lookup",)), OFF, Arm("tree", ("scripted",))]
-        )
+        scripted, lookup = Arm("tree", ("scripted",)), Arm("tree", ("lookup",))
+        self.arms = cycle([Arm("tree", ("scripted", "lookup")), lookup, OFF, scripted])
 
     def plan(self, requests, contexts, fresh=()):
-        choices = super().plan(requests, contexts, fresh)
-        arm = next(self.arms)
-        choices = [Choice(arm, choice.budget or 8) for choice in choices]
-        self._round.choices = choices
-        return choices
-
-
-class Slow(Scripted):
-    def draft(self, rows, clock):
-        time.sleep(0.005)
-        return super().draft(rows, clock)
+        choices, arm = super().plan(requests, contexts, fresh), next(self.arms)
+        self._round.choices = [Choice(arm, choice.budget or 8) for choice in choices]
+        return self._round.choices
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +71,29 @@ def sampled(model, prompts):
     return [prompt + reference.decode(model, prompt, SAMPLED, LENGTH) for prompt in prompts]
 
 
-def engine_with(model, policy, *drafters, max_rows=8):
-    engine = Engine(Target(model), Merged(drafters) if len(drafters) > 1 else drafters[0], max_rows=max_rows)
+@pytest.fixture
+def steady(monkeypatch):
+    """Rounds cost what the table says, whatever else this machine is busy with."""
+    monkeypatch.setattr(Policy, "_time", lambda *_: None)
+
+
+def engine_with(model, policy, *drafters):
+    engine = Engine(Target(model), Merged(drafters) if len(drafters) > 1 else drafters[0], max_rows=8)
     engine.policy = policy
     return engine
 
 
-def run(engine):
+def answer(engine, *prompts, params=GREEDY, **options):
+    """Answer prompts together; return their sequences."""
+    sequences = [engine.add(prompt, params, **options) for prompt in prompts]
     while not engine.idle:
         engine.step()
+    return sequences
+
+
+def arms_of(engine):
+    (group,) = engine.policy.state()["groups"]
+    return group["arms"]
 
 
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
@@ -99,53 +105,42 @@ def run(engine):
 def test_switches_in_mid_answer_change_no_token(model, prompts, greedy, sampled, sampling, policy, method):
     texts, params = (sampled, SAMPLED) if sampling else (greedy, GREEDY)
     engine = engine_with(model, policy(), Scripted(texts, reach=4), Lookup(vocab_size=48))
-    sequences = [engine.add(prompt, params, method=method, budget="auto") for prompt in prompts]
-    run(engine)
+    sequences = answer(engine, *prompts, params=params, method=method, budget="auto")
     assert [sequence.tokens for sequence in sequences] == texts
     for sequence in sequences:
         assert sum(sequence.stats.arms.values()) == sequence.stats.rounds
 
 
-def test_a_good_drafter_is_kept_and_a_useless_one_left(model, prompts, greedy):
-    good = engine_with(model, Policy(latency()), Scripted(greedy, reach=4))
-    sequence = good.add(prompts[0], GREEDY, method="auto", budget="auto")
-    run(good)
+def test_a_good_drafter_is_kept_and_a_useless_one_left(steady, model, prompts, greedy):
+    (sequence,) = answer(engine_with(model, Policy(latency()), Scripted(greedy, reach=4)), prompts[0], **AUTO)
     assert sequence.stats.arms.get("off", 0) == 0 and sequence.stats.tau > 3
-    useless = engine_with(model, Policy(latency()), Slow([], reach=4))
-    sequences = [useless.add(prompts[0], GREEDY, method="auto", budget="auto") for _ in range(3)]
-    run(useless)
-    assert sum(sequence.stats.arms["off"] for sequence in sequences) > 40
+    useless = engine_with(model, Policy(latency()), Scripted([], reach=4))
+    assert sum(sequence.stats.arms["off"] for sequence in answer(useless, *[prompts[0]] * 3, **AUTO)) > 40
 
 
 @pytest.mark.parametrize(
     ("per_node", "least", "most"), [(1e-6, 6.0, 8.0), (0.004, 1.0, 5.0), (1.0, 0.0, 0.2)]
 )
-def test_dearer_nodes_are_fewer(model, prompts, greedy, per_node, least, most):
+def test_dearer_nodes_are_fewer(steady, model, prompts, greedy, per_node, least, most):
     engine = engine_with(model, Policy(latency(per_node)), Scripted(greedy, reach=4))
-    sequence = engine.add(prompts[0], GREEDY, method="tree", budget="auto")
-    run(engine)
+    (sequence,) = answer(engine, prompts[0], method="tree", budget="auto")
     assert least <= sequence.stats.nodes / sequence.stats.rounds <= most
 
 
 def test_rows_that_leave_nothing_open_keep_their_budget(model, prompts, greedy):
-    def nodes(beside):
+    def fixed(**options):
         engine = engine_with(model, Policy(latency()), Scripted(greedy, reach=4))
-        fixed = engine.add(prompts[0], GREEDY, method="tree", budget=6)
-        for options in beside:
-            engine.add(prompts[1], GREEDY, **options)
-        run(engine)
-        return fixed.stats.nodes, fixed.stats.arms, fixed.tokens
+        sequence = engine.add(prompts[0], GREEDY, method="tree", budget=6)
+        answer(engine, prompts[1], prompts[1], **options)
+        return sequence.stats.nodes, sequence.stats.arms, sequence.tokens
 
-    auto = {"method": "auto", "budget": "auto"}
-    assert nodes([auto, auto]) == nodes([{"method": "tree", "budget": 6}])
+    assert fixed(**AUTO) == fixed(method="tree", budget=6)
 
 
 def test_only_named_members_draft(model, prompts, greedy):
-    scripted, lookup = Scripted(greedy, reach=4), Lookup(vocab_size=48)
-    engine = engine_with(model, None, scripted, lookup)
+    engine = engine_with(model, None, Scripted(greedy, reach=4), Lookup(vocab_size=48))
     sequence = engine.add(prompts[0], GREEDY, members=("lookup",))
-    both = engine.add(prompts[0], GREEDY)
-    run(engine)
+    (both,) = answer(engine, prompts[0])
     assert sequence.tokens == both.tokens == greedy[0]
     assert sequence.stats.drafter == "lookup" and set(sequence.stats.arms) == {"tree@lookup"}
     assert both.stats.tau > sequence.stats.tau
@@ -161,81 +156,65 @@ def test_only_named_members_draft(model, prompts, greedy):
     ],
 )
 def test_what_cannot_be_decided_is_named(model, prompts, options, message):
-    engine = engine_with(model, None, Lookup(vocab_size=48))
     with pytest.raises(ConfigError, match=message):
-        engine.add(prompts[0], GREEDY, **options)
+        engine_with(model, None, Lookup(vocab_size=48)).add(prompts[0], GREEDY, **options)
 
 
 def test_auto_without_a_drafter_is_plain_decoding(model, prompts, greedy):
-    engine = Engine(Target(model))
-    sequence = engine.add(prompts[0], GREEDY, method="auto", budget="auto")
-    run(engine)
+    (sequence,) = answer(Engine(Target(model)), prompts[0], **AUTO)
     assert sequence.tokens == greedy[0] and set(sequence.stats.arms) == {"off"}
 
 
 def test_its_state_is_plain_json(model, prompts, greedy):
     engine = engine_with(model, Policy(latency()), Scripted(greedy, reach=4), Lookup(vocab_size=48))
-    for prompt in prompts:
-        engine.add(prompt, GREEDY, method="auto", budget="auto")
-    run(engine)
+    answer(engine, *prompts, **AUTO)
     groups = json.loads(json.dumps(engine.policy.state()))["groups"]
     assert {group["rows"] for group in groups} <= {1, 2, 4} and all(not group["sampled"] for group in groups)
     assert sum(group["rounds"] for group in groups) > 0
 
 
+def chain(*logprobs):
+    """A batch of paths; each row is given by its nodes' log-probabilities, root included."""
+    rows, nodes = len(logprobs), len(logprobs[0])
+    tokens = torch.arange(5, 5 + rows * nodes).reshape(rows, nodes)
+    depths = torch.arange(nodes).expand(rows, nodes)
+    return DraftTree(tokens, (depths - 1).clamp(min=0), depths, torch.tensor(logprobs), [nodes] * rows)
+
+
 def test_the_batch_shares_one_budget_and_takes_what_pays():
     request = Request("tree", "auto", ("lookup",), sampled=False)
     policy = Policy(latency(per_node=0.002))
-    policy.plan([request, request], [10, 10])
-    sure = torch.log(torch.tensor([[1.0, 0.95, 0.9, 0.85], [1.0, 0.02, 0.01, 0.005]]))
-    tree = DraftTree(
-        torch.arange(8).reshape(2, 4),
-        torch.tensor([[0, 0, 1, 2]] * 2),
-        torch.tensor([[0, 1, 2, 3]] * 2),
-        sure,
-        [4, 4],
-    )
-    assert policy.cut(tree).sizes == [4, 4]
-    policy.plan([request, request], [10, 10])
-    assert policy.cut(DraftTree(tree.tokens, tree.parents, tree.depths, sure[[1, 1]], [4, 4])).sizes == [1, 1]
+    sure, unsure = torch.log(torch.tensor([[1.0, 0.95, 0.9, 0.85], [1.0, 0.02, 0.01, 0.005]])).tolist()
+    for rows, sizes in [((sure, unsure), [4, 4]), ((unsure, unsure), [1, 1])]:
+        policy.plan([request, request], [10, 10])
+        assert policy.cut(chain(*rows)).sizes == sizes
 
 
 def test_answers_too_short_to_draft_for_do_not_speak_against_the_drafter(model, prompts, greedy):
     """A service that mixes yes-or-no questions with long answers keeps its drafter."""
     engine = engine_with(model, Policy(latency()), Scripted(greedy, reach=3))
     for _ in range(40):
-        engine.add(prompts[0], SamplingParams(temperature=0.0, max_tokens=2), method="auto", budget="auto")
-        run(engine)
-    (group,) = engine.policy.state()["groups"]
-    assert group["arms"]["tree@scripted"]["tokens_per_second"] is None
+        answer(engine, prompts[0], params=SamplingParams(temperature=0.0, max_tokens=2), **AUTO)
+    assert arms_of(engine)["tree@scripted"]["tokens_per_second"] is None
     assert engine.policy.latency.draft(("scripted",), 8) == pytest.approx(
         0.002 * engine.policy.latency.verify(8) / latency().verify(8)
     ), "and it was not timed"
 
 
-def test_arms_of_a_fixed_budget_are_compared_with_all_of_it(model, prompts, greedy):
-    engine = engine_with(
-        model, Policy(latency(per_node=0.002)), Scripted(greedy, reach=3), Lookup(vocab_size=tiny.VOCAB)
-    )
+def test_arms_of_a_fixed_budget_are_compared_with_all_of_it(steady, model, prompts, greedy):
+    policy = Policy(latency(per_node=0.002))
+    engine = engine_with(model, policy, Scripted(greedy, reach=3), Lookup(vocab_size=tiny.VOCAB))
     for _ in range(3):
-        engine.add(prompts[0], GREEDY, method="auto", budget=40)
-        run(engine)
-    (group,) = engine.policy.state()["groups"]
-    # Free choice would take a few of the n-grams' nodes, each of which costs a tenth of a round.
-    assert group["arms"]["tree@lookup"]["nodes"] > 8
+        answer(engine, prompts[0], method="auto", budget=40)
+    # The n-grams proposed 40 nodes in half of the compared rounds, and nothing in the others. Free choice would take
+    # a few of them, each of which costs a tenth of a round.
+    assert arms_of(engine)["tree@lookup"]["nodes"] >= 20
 
 
 def test_a_drafter_that_catches_up_is_not_timed():
     """What it takes in after a pause, or after a prompt, says nothing of its rounds."""
-    policy = Policy(latency())
+    policy, tree = Policy(latency()), chain([0.0, -0.1])
     both, lookup = Arm("tree", ("scripted", "lookup")), Arm("tree", ("lookup",))
-    tree = DraftTree(
-        torch.tensor([[5, 6]]),
-        torch.tensor([[0, 0]]),
-        torch.tensor([[0, 1]]),
-        torch.tensor([[0.0, -0.1]]),
-        [2],
-    )
 
     def play(arm, draft, fresh=False):
         policy.plan([Request("auto", "auto", ("scripted", "lookup"))], [10], [fresh])
@@ -260,37 +239,28 @@ def test_a_drafter_that_catches_up_is_not_timed():
     assert policy.latency.draft(both.members, 1) < 0.008
 
 
-def test_a_drafter_that_proposes_nothing_makes_one_token_a_round(model, prompts, greedy):
+def test_a_drafter_that_proposes_nothing_makes_one_token_a_round(steady, model, prompts, greedy):
     silent = Scripted([])
     silent.name = "silent"
-    engine = engine_with(
-        model, Policy(latency(names=("scripted", "silent"))), Scripted(greedy, reach=4), silent
-    )
-    engine.add(prompts[0], GREEDY, method="auto", budget="auto")
-    run(engine)
-    (group,) = engine.policy.state()["groups"]
-    told = {arm: group["arms"][arm]["tokens_per_round"] for arm in ("tree@scripted", "tree@silent")}
-    assert told["tree@silent"] < 1.2 and told["tree@scripted"] > 2
+    policy = Policy(latency(names=("scripted", "silent")))
+    engine = engine_with(model, policy, Scripted(greedy, reach=4), silent)
+    answer(engine, prompts[0], **AUTO)
+    arms = arms_of(engine)
+    assert arms["tree@silent"]["tokens_per_round"] < 1.2 and arms["tree@scripted"]["tokens_per_round"] > 2
 
 
 def test_requests_of_other_depths_have_figures_of_their_own(model, prompts, greedy):
     engine = engine_with(model, Policy(latency()), Scripted(greedy, reach=3))
     for depth in (1, 3):
-        engine.add(prompts[0], GREEDY, method="auto", budget="auto", depth=depth)
-        run(engine)
+        answer(engine, prompts[0], **AUTO, depth=depth)
     assert [group["depth"] for group in engine.policy.state()["groups"]] == [1, 3]
 
 
 def test_kinds_of_requests_without_number_are_not_remembered_for_ever():
-    policy = Policy(latency())
-    kinds = [
-        Request("tree", "auto", ("lookup",), depth, sampled)
-        for depth in range(1, 17)
-        for sampled in (True, False)
-    ]
-    often = Request("auto", "auto", ("lookup",))
+    policy, often = Policy(latency()), Request("auto", "auto", ("lookup",))
     for rows in range(10):
-        for kind in kinds:
+        for number in range(32):
+            kind = Request("tree", "auto", ("lookup",), number // 2 + 1, number % 2 == 0)
             policy.plan([often], [10])
             policy.plan([kind] * 2**rows, [10] * 2**rows)
     groups = policy.state()["groups"]

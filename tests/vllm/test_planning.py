@@ -13,7 +13,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from ddtree import stats
 from ddtree.integrations.vllm import drafting, model_runner, timers
-from ddtree.policy import Policy, cache, calibration
+from ddtree.policy import cache, calibration
+from ddtree.policy.controller import Policy
 from scripted import Scripted
 
 

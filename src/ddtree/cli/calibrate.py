@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddtree.cli.options import add_model_options, load_model
 from ddtree.errors import ConfigError
+from ddtree.storage import write_json
 
 if TYPE_CHECKING:
     from ddtree.bench.tables import Table
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and save; return 0. Raises the errors of `load`, and ConfigError for what cannot be measured."""
     from tqdm import tqdm
 
-    from ddtree.policy import Policy, cache, calibration
+    from ddtree.policy import cache, calibration
+    from ddtree.policy.controller import Policy
 
     if args.into and not (args.learn and Path(args.into).is_dir()):
         raise ConfigError(f"--into {args.into}: name a drafter's folder, and add --learn")
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     print(report(measured))
     key = cache.key(target, drafter)
     if args.out:
-        cache.write(Path(args.out), {"key": key, "model": measured.as_dict()})
+        write_json(Path(args.out), {"key": key, "model": measured.as_dict()})
         print(f"\nwritten to {args.out}")
     print(f"\nsaved for this pair, device, dtype and number of threads: {cache.save(key, measured)}")
     if prompts:
@@ -102,12 +104,11 @@ def _learn(model: Any, policy: Any, prompts: list[list[int]], into: str | None) 
     from tqdm import tqdm
 
     from ddtree.policy import OFF, Request, cache
-    from ddtree.policy.controller import arms_of
     from ddtree.sampling.sampler import SamplingParams
 
     engine = model.engine
     engine.policy = policy
-    arms = [arm for arm in arms_of(Request("auto", "auto", engine.members)) if arm != OFF]
+    arms = [arm for arm in Request("auto", "auto", engine.members).arms() if arm != OFF]
     answers = [(ids, temperature, arm) for ids in prompts for temperature in (0.0, 1.0) for arm in arms]
     try:
         for ids, temperature, arm in tqdm(answers, "learning", unit="answer"):

@@ -32,8 +32,6 @@ class DraftRow:
         noise: the row's Gumbel noise when it samples, for coupled drafting; a node of depth d has the position
             len(tokens) - 1 + d. None for greedy rows.
         temperature: the row's sampling temperature; 0 for greedy rows.
-        floor: log-probability below which a node is not worth drafting, as -6.0; a drafter may heed it where that
-            saves time.
         members: names of those of several drafters that may draft for this row; None for all.
     """
 
@@ -43,7 +41,6 @@ class DraftRow:
     chain: bool = False
     noise: Noise | None = field(default=None, repr=False)
     temperature: float = 0.0
-    floor: float = float("-inf")
     members: tuple[str, ...] | None = None
 
     def names(self, drafter: Drafter) -> bool:

@@ -307,7 +307,7 @@ class LazyTree:
 
 
 def grow_lazily(row: DraftRow, model: PathModel) -> LazyTree:
-    """Return the best nodes of one row within its budget, depth and floor; ties by depth, then rank, then parent."""
+    """Return the best nodes of one row within its budget and depth; ties by depth, then rank, then parent."""
     tree = LazyTree(row.tokens[-1])
     states: dict[int, Any] = {}
     # An entry is the best child of a node that is not in the tree yet, and its later siblings:
@@ -324,7 +324,7 @@ def grow_lazily(row: DraftRow, model: PathModel) -> LazyTree:
             if first is not None:
                 cost = -math.log(first[1]) - tree.logprobs[node]
                 heapq.heappush(waiting, (cost, depth + 1, 0, node, first[0], children))
-        if not waiting or waiting[0][0] > -row.floor:
+        if not waiting:
             break
         cost, depth, rank, parent, token, siblings = waiting[0]
         tree.append(token, parent, depth, -cost)

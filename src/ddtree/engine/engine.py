@@ -24,7 +24,8 @@ from ddtree.engine.sequence import Sequence
 from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.model.kv_cache import drop_row, out_of_memory
 from ddtree.model.protocol import TargetModel
-from ddtree.policy import AutoBudget, AutoMethod, Choice, Policy, Request
+from ddtree.policy import AutoBudget, AutoMethod, Choice, Request
+from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk

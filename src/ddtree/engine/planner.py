@@ -9,7 +9,8 @@ from typing import Protocol
 from ddtree.drafters import Drafter, DraftRow, lagging_rows_of, parts_of
 from ddtree.errors import ConfigError, PromptError
 from ddtree.model.protocol import TargetWeights
-from ddtree.policy import OFF, UNMEASURED_BUDGET, AutoBudget, AutoMethod, Choice, Policy, Proposals, Request
+from ddtree.policy import OFF, UNMEASURED_BUDGET, AutoBudget, AutoMethod, Choice, Proposals, Request
+from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import Sampler
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
@@ -188,8 +189,7 @@ class Planner:
             choice.arm.method == "chain",
             None if text.sampler.greedy else text.sampler.noise,
             text.sampler.params.temperature,
-            choice.floor,
-            choice.arm.members,
+            members=choice.arm.members,
         )
 
     def _proposals(self, places: Sequence[int]) -> Proposals | None:

@@ -34,7 +34,7 @@ from ddtree.model.architectures import extrapolates
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.compat import CACHE_NAMES
 from ddtree.model.target import Target, why_no_tree
-from ddtree.policy.controller import Method
+from ddtree.policy import Method
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.validation import check_whole
 

@@ -8,11 +8,12 @@ not all of one; the median of each point counts.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,47 +26,51 @@ from ddtree.policy.controller import Policy
 from ddtree.policy.latency import CUT_SHORT, LatencyTable, Sample
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
+from ddtree.validation import is_whole
 
+# Nodes of a pass, root included. Reasoned: a cost curve bends by no more than a few percent between two of them; half
+# as many would hide where it does, twice as many take twice as long.
 WIDTHS = (1, 2, 3, 5, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513, 769, 1025)
+# Tokens of context. Reasoned: time is linear in them, so that two would do; four bound the noise of the slope.
 CONTEXTS = (32, 256, 768, 2048)
+# Measurements of a point: half, and one slow spell of the machine may touch most of them; double takes twice as long.
 TURNS = 7
+# A tree that costs so many times the root is the widest that is measured. Reasoned: twice as wide a tree hardly ever
+# pays, and half would leave out trees that do with a strong drafter. The brief form stops earlier to keep its time.
+DEAREST, DEAREST_QUICK = 4.0, 2.2
+# Widths by (rows, context), and turns, of the brief form: half would leave the slope to chance, double takes 5 seconds.
 QUICK_GRID = {(1, 48): (1, 2, 9, 17, 33, 65, 129, 257, 513, 1025), (1, 512): (1, 9, 33)}
+QUICK_TURNS = 3
+# Tokens a round commits, which a drafter has to take in before it drafts. Reasoned: as good drafters make; half and
+# double move the drafting time by what a few tokens take.
 COMMITTED = 4
-"""Tokens a round commits: a drafter has to take them in before it drafts."""
-
-
-class VerifyTimer(Protocol):
-    """Times verification, by our engine or by another one.
-
-    Attributes:
-        longest: most committed tokens of a row that `setup` can give, e.g. 2048.
-    """
-
-    longest: int
-
-    def setup(self, rows: int, context: int) -> None:
-        """Hold that many rows with `context` committed tokens on average."""
-
-    def verify(self, width: int) -> float:
-        """Return the seconds of verifying a binary tree of `width` nodes for each row."""
 
 
 class TargetTimer:
-    """Times verification by a target, a `VerifyTimer`.
+    """Times verification by a target that gives a drafter its features.
+
+    Attributes:
+        longest: most committed tokens of a row that `setup` can give, e.g. 2048.
 
     Raises:
+        UnsupportedModelError: trees cannot be verified on the target.
         ConfigError: the target's context is too short.
     """
 
-    def __init__(self, target: TargetModel[Any]) -> None:
-        self._target = target
-        self._cache = target.new_cache()
-        self._tokens = uneven_tokens(MAX_BUDGET + 1, target.vocab_size)
+    def __init__(self, target: TargetModel[Any], drafter: Drafter | None = None) -> None:
+        if not target.verifies_trees:
+            raise UnsupportedModelError(
+                f"draft trees cannot be verified on {type(target.model).__name__}: there is nothing to calibrate"
+            )
         self.longest = target.max_context - MAX_DEPTH - 2
         if self.longest < 2:
             raise ConfigError(
                 f"a context of {target.max_context} tokens is too short to calibrate: give {MAX_DEPTH + 4} or more"
             )
+        self._target, self._before = target, target.feature_layers
+        self._cache = target.new_cache()
+        self._tokens = uneven_tokens(MAX_BUDGET + 1, target.vocab_size)
+        target.use_features(drafter.feature_layers if drafter else ())
 
     def setup(self, rows: int, context: int) -> None:
         """Hold that many rows with `context` committed tokens on average."""
@@ -74,20 +79,22 @@ class TargetTimer:
         while self._cache.rows < rows:
             self._cache.add_row()
         # The values in the cache have no bearing on time. Rows of a batch differ in length, which takes other paths.
-        lengths = [context + (1 if row % 2 else -1) for row in range(rows)]
-        if rows % 2:
-            lengths[-1] = context
-        self._cache.lengths[:] = lengths
+        pairs, odd = divmod(rows, 2)
+        self._cache.lengths[:] = [context - 1, context + 1] * pairs + [context] * odd
 
     def verify(self, width: int) -> float:
         """Return the seconds of verifying a binary tree of `width` nodes for each row."""
-        rows, lengths = self._cache.rows, list(self._cache.lengths)
-        tree = binary_tree(width, rows, self._tokens, self._target.device)
+        lengths = list(self._cache.lengths)
+        tree = binary_tree(width, len(lengths), self._tokens, self._target.device)
         seconds = _seconds(self._target.device, lambda: self._target.verify(self._cache, tree))
-        self._cache.commit([[0]] * rows)
+        self._cache.commit([[0]] * len(lengths))
         for row, length in enumerate(lengths):
             self._cache.truncate(row, length)
         return seconds
+
+    def close(self) -> None:
+        """Let the target give the features that it gave before."""
+        self._target.use_features(self._before)
 
 
 class DraftTimer:
@@ -96,15 +103,15 @@ class DraftTimer:
     Args:
         drafter: a drafter.
         target: the target that the drafter drafts for.
-        longest: most committed tokens of a row.
+        longest: most committed tokens of a row at `setup`.
     """
 
     def __init__(self, drafter: Drafter, target: Any, longest: int) -> None:
         self._drafter = drafter
         self._target = target
-        self._tokens = uneven_tokens(longest, target.vocab_size)
-        width = len(drafter.feature_layers) * target.hidden_size
-        self._features = torch.randn(longest, width, dtype=target.dtype, device=target.device)
+        self._tokens = uneven_tokens(longest + _growth(longest), target.vocab_size)
+        shape = len(self._tokens), len(drafter.feature_layers) * target.hidden_size
+        self._features = torch.randn(shape, dtype=target.dtype, device=target.device)
         self._rows = self._context = self._length = 0
 
     def setup(self, rows: int, context: int) -> None:
@@ -115,15 +122,21 @@ class DraftTimer:
             self._drafter.add_row()
             self._rows += 1
         self._commit(context)
-        self._draft(2, None)
+        self.draft(2, None)
 
-    def draft(self, width: int, members: tuple[str, ...]) -> float:
-        """Return the seconds of drafting `width` - 1 nodes for each row, after as many tokens as a round commits."""
-        longest = min(self._context + max(16, self._context // 8), self._target.max_context)
+    def draft(self, width: int, members: tuple[str, ...] | None) -> float:
+        """Return the seconds of drafting `width` - 1 nodes for each row."""
+        depth = min(MAX_DEPTH, self._drafter.max_depth)
+        text = self._tokens[: self._length + 1]
+        rows = [DraftRow(list(text), width - 1, depth, members=members) for _ in range(self._rows)]
+        return _seconds(self._target.device, lambda: self._drafter.draft(rows, Clock()))
+
+    def next_round(self) -> None:
+        """Commit as many tokens as a round does; begin anew where the text has left its context."""
+        longest = min(self._context + _growth(self._context), self._target.max_context)
         if self._length + 2 * COMMITTED > longest:
             self.setup(self._rows, self._context)
         self._commit(COMMITTED)
-        return self._draft(width, members)
 
     def close(self) -> None:
         """Free the drafter's rows."""
@@ -132,17 +145,16 @@ class DraftTimer:
             self._drafter.drop_row(self._rows)
 
     def _commit(self, count: int) -> None:
-        places = [place % len(self._tokens) for place in range(self._length, self._length + count)]
-        features = self._features[places] if self._drafter.feature_layers else None
+        new = slice(self._length, self._length + count)
+        features = self._features[new] if self._drafter.feature_layers else None
         for row in range(self._rows):
-            self._drafter.observe(row, [self._tokens[place] for place in places], features)
+            self._drafter.observe(row, self._tokens[new], features)
         self._length += count
 
-    def _draft(self, width: int, members: tuple[str, ...] | None) -> float:
-        tokens = [self._tokens[place % len(self._tokens)] for place in range(self._length + 1)]
-        depth = min(MAX_DEPTH, self._drafter.max_depth)
-        rows = [DraftRow(list(tokens), width - 1, depth, members=members) for _ in range(self._rows)]
-        return _seconds(self._target.device, lambda: self._drafter.draft(rows, Clock()))
+
+def _growth(context: int) -> int:
+    """Return the tokens that a text may grow by before it counts as another context."""
+    return max(16, context // 8)
 
 
 def thorough(
@@ -162,10 +174,10 @@ def thorough(
     Args:
         target: to verify with.
         drafter: to draft with, each of several alone.
-        rows: batch sizes.
+        rows: batch sizes, e.g. (1, 2, 4, 8).
         contexts: committed tokens a row, 2 or more; those beyond the target's context are cut to it.
         widths: nodes a row, root included, 1..1025; by default up to where a pass costs four times the root's.
-        turns: measurements of each point.
+        turns: measurements of each point after a first one, which warms up.
         progress: called with how much is done, of how much.
 
     Raises:
@@ -179,36 +191,31 @@ def thorough(
     every = _ascending("contexts", contexts, 2, 2**31)
     _ascending("turns", [turns], 1, 10_000)
     grid = {(count, context): chosen for count in _ascending("rows", rows, 1, 1024) for context in every}
-    dearest = 4.0 if widths is None else float("inf")
-    return _on_target(target, drafter, grid=grid, turns=turns, dearest=dearest, progress=progress)
+    dearest = DEAREST if widths is None else float("inf")
+    return _measure(target, drafter, grid, turns, dearest, progress=progress)
 
 
-def quick(target: TargetModel[Any], drafter: Drafter | None = None, *, seconds: float = 2.5) -> LatencyTable:
+def quick(
+    target: Any,
+    drafter: Drafter | None = None,
+    *,
+    timer: Any = None,
+    widest: int = MAX_BUDGET + 1,
+    seconds: float = 2.5,
+) -> LatencyTable:
     """Measure briefly, one row at a time, for first use; with the same errors as `thorough`.
 
     Args:
         target: to verify with.
         drafter: to draft with.
+        timer: times verification where another engine than ours verifies, with the methods of `TargetTimer`; closed
+            afterwards.
+        widest: most nodes of a row, root included.
         seconds: about how long it may take. On a slow model, or a busy machine, fewer points and turns are measured,
             and `machine["cut_short"]` is true.
     """
-    return _on_target(target, drafter, grid=QUICK_GRID, turns=3, dearest=2.2, seconds=seconds)
-
-
-def quick_on(
-    timer: VerifyTimer, drafter: Drafter, target: Any, *, widest: int, seconds: float = 2.5
-) -> LatencyTable:
-    """Measure briefly where another engine than ours verifies.
-
-    Args:
-        timer: times verification.
-        drafter: to draft with.
-        target: the target that the drafter was made for.
-        widest: most nodes of a row, root included.
-        seconds: about how long it may take.
-    """
-    grid = {point: tuple(w for w in widths if w <= widest) for point, widths in QUICK_GRID.items()}
-    return _measure(timer, drafter, target, grid=grid, turns=3, dearest=2.2, seconds=seconds)
+    grid = {point: tuple(width for width in own if width <= widest) for point, own in QUICK_GRID.items()}
+    return _measure(target, drafter, grid, QUICK_TURNS, DEAREST_QUICK, timer=timer, seconds=seconds)
 
 
 def policy_of(
@@ -228,96 +235,83 @@ def policy_of(
     wanted = cache.key(target, drafter)
     try:
         latency = cache.obtain(wanted, lambda: quick(target, drafter)) if idle else cache.load(wanted)
-    except (ConfigError, CacheMemoryError, torch.OutOfMemoryError):
+    except (ConfigError, CacheMemoryError):
         return None
     return None if latency is None else Policy(latency, cache.recall_acceptance(wanted, folder))
 
 
-def _on_target(target: TargetModel[Any], drafter: Drafter | None, **options: Any) -> LatencyTable:
-    if not target.verifies_trees:
-        raise UnsupportedModelError(
-            f"draft trees cannot be verified on {type(target.model).__name__}: there is nothing to calibrate"
-        )
-    before = target.feature_layers
-    target.use_features(drafter.feature_layers if drafter else ())
-    try:
-        return _measure(TargetTimer(target), drafter, target, **options)
-    except torch.OutOfMemoryError as error:
-        raise CacheMemoryError(
-            f"{target.device} ran out of memory while measuring: give fewer rows, shorter contexts or fewer nodes"
-        ) from error
-    finally:
-        target.use_features(before)
-
-
 def _measure(
-    timer: VerifyTimer,
-    drafter: Drafter | None,
     target: Any,
-    *,
+    drafter: Drafter | None,
     grid: Mapping[tuple[int, int], Sequence[int]],
     turns: int,
     dearest: float,
+    *,
+    timer: Any = None,
     seconds: float = float("inf"),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatencyTable:
-    """Draft and verify in turns at all points of a grid, or at as many as there is time for.
+    """Draft and verify in turns at all points of a grid of widths in ascending order, or as many as there is time for.
 
     Args:
-        timer: times verification.
+        target: that the drafter drafts for.
         drafter: to draft with.
-        target: the target that the drafter drafts for.
-        grid: widths in ascending order by (rows, context).
-        turns: measurements of each point, besides a first one, which warms up and counts where there is no other.
+        grid: widths by (rows, context).
+        turns: measurements of each point after a first one, which warms up.
         dearest: a tree that costs so many times the root is the widest that is measured.
+        timer: times verification; by default by the target.
         seconds: how long it may take.
         progress: called with how much is done, of how much.
     """
     ends = time.perf_counter() + seconds
-    todo = {(rows, min(own, timer.longest)): tuple(widths) for (rows, own), widths in grid.items()}
-    drafting = None if drafter is None else DraftTimer(drafter, target, max(own for _, own in todo))
-    verify: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
+    verify: list[Sample] = []
     drafts: dict[str, list[Sample]] = {part.name: [] for part in parts_of(drafter)}
     cut_short, root = False, 0.0
-    try:
+    with _memory(target.device), ExitStack() as opened:
+        verifying = opened.enter_context(closing(timer or TargetTimer(target, drafter)))
+        todo = {(rows, min(length, verifying.longest)): tuple(own) for (rows, length), own in grid.items()}
+        drafting: DraftTimer | None = None
+        if drafter is not None:
+            longest = max(context for _, context in todo)
+            drafting = opened.enter_context(closing(DraftTimer(drafter, target, longest)))
         for turn in range(turns + 1):
-            order = 1 if turn % 2 else -1
-            for done, (rows, context) in enumerate(list(todo) if turn == 0 else list(todo)[::order]):
-                timer.setup(rows, context)
+            order = -1 if turn > 0 and turn % 2 == 0 else 1
+            for done, (rows, context) in enumerate(list(todo)[::order], turn * len(todo) + 1):
+                verifying.setup(rows, context)
                 if drafting is not None:
                     drafting.setup(rows, context)
-                widths = todo[rows, context]
-                for place, width in enumerate(widths if turn == 0 else widths[::order]):
+                for width in (widths := todo[rows, context])[::order]:
                     # Without the slope from one width to another there is nothing to decide by.
                     if time.perf_counter() > ends and len(verify) >= 4:
                         cut_short = True
                         break
-                    for name, own in drafts.items():
-                        if drafting is not None and width > 1:
+                    if drafting is not None and width > 1:
+                        for name, own in drafts.items():
+                            drafting.next_round()
                             own.append(Sample(width, rows, context, drafting.draft(width, (name,))))
-                    took = timer.verify(width)
-                    if turn == 0 and (place == 0 or took > dearest * root):
+                    took = verifying.verify(width)
+                    if turn == 0 and (width == widths[0] or took > dearest * root):
                         # The first pass of a shape may have had something to set up.
-                        took = min(took, timer.verify(width))
-                    verify[rows, context, width].append(took)
-                    root = took if place == 0 else root
+                        took = min(took, verifying.verify(width))
+                        root = took if width == widths[0] else root
+                    verify.append(Sample(width, rows, context, took))
                     if turn == 0 and took > dearest * root:
-                        todo[rows, context] = widths[: place + 1]
+                        todo[rows, context] = widths[: widths.index(width) + 1]
                         break
-                progress(turn * len(todo) + done + 1, len(todo) * (turns + 1))
-    finally:
-        if drafting is not None:
-            drafting.close()
-    samples = [
-        Sample(point[2], *point[:2], own) for point, each in verify.items() for own in each[1:] or each
-    ]
-    machine = {
-        **cache.key(target, drafter),
-        "turns": turns,
-        CUT_SHORT: cut_short,
-        "date": date.today().isoformat(),
-    }
-    return LatencyTable(samples, drafts, machine=machine)
+                progress(done, len(todo) * (turns + 1))
+    about = {"turns": turns, CUT_SHORT: cut_short, "date": date.today().isoformat()}
+    return LatencyTable(verify, drafts, machine={**cache.key(target, drafter), **about})
+
+
+@contextmanager
+def _memory(device: torch.device) -> Iterator[None]:
+    """Raise CacheMemoryError where memory runs out."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CacheMemoryError(
+            f"{device} ran out of memory while measuring: give fewer rows, shorter contexts or fewer nodes"
+        ) from error
 
 
 def uneven_tokens(length: int, vocab_size: int) -> list[int]:
@@ -331,28 +325,20 @@ def binary_tree(width: int, rows: int, tokens: list[int], device: torch.device) 
     """Return a binary tree of `width` nodes for each row, of the tokens in their order."""
     places = torch.arange(width, device=device)
     depths = (places + 1).log2().floor().long()
-    columns = (
-        torch.tensor(tokens[:width], device=device),
-        (places - 1).clamp(min=0) // 2,
-        depths,
-        -depths.float(),
-    )
-    ids, parents, levels, scores = (column.expand(rows, width) for column in columns)
-    return DraftTree(ids, parents, levels, scores, [width] * rows)
+    ids = torch.tensor(tokens[:width], device=device)
+    columns = ids, (places - 1).clamp(min=0) // 2, depths, -depths.float()
+    ids, parents, depths, logprobs = (column.expand(rows, width) for column in columns)
+    return DraftTree(ids, parents, depths, logprobs, [width] * rows)
 
 
 def _seconds(device: torch.device, action: Callable[[], Any]) -> float:
     """Return the seconds of an action, an accelerator's work included."""
-    _wait(device)
+    wait = (lambda: None) if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
+    wait()
     started = time.perf_counter()
     action()
-    _wait(device)
+    wait()
     return time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _ascending(name: str, values: Sequence[int], low: int, high: int) -> tuple[int, ...]:
@@ -360,6 +346,6 @@ def _ascending(name: str, values: Sequence[int], low: int, high: int) -> tuple[i
     if not values:
         raise ConfigError(f"{name} is empty: give at least one number")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        if not (is_whole(value) and low <= value <= high):
             raise ConfigError(f"{name} holds {value!r}: give whole numbers in {low}..{high}")
     return tuple(sorted(set(values)))

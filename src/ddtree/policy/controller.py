@@ -1,28 +1,21 @@
-"""Decides for each round which drafters draft and how many nodes are verified, and learns from what came of it."""
+"""Decides for each round which drafters draft and how many nodes are verified, and learns from the result."""
 
 from __future__ import annotations
 
-import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree.policy import OFF, Arm, Choice, Proposals, Request
 from ddtree.policy.acceptance import Acceptance
 from ddtree.policy.latency import Array, LatencyTable, batch_class
-from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, following, walk
+from ddtree.tree import MAX_BUDGET, DraftTree, following, walk
 
-Method = Literal["off", "chain", "tree"]
-AutoMethod = Literal["auto", "off", "chain", "tree"]
-AutoBudget = int | Literal["auto"]
-Proposals = Sequence[tuple[str, DraftTree]]
-"""Name and own tree of each of several drafters."""
-
-UNMEASURED_BUDGET = 16
-"""Nodes of a tree where the budget is "auto" and nothing was measured."""
 # Most of the rounds that go to another arm. Half: a change of text is found half as soon; double: twice the cost of it.
 EXPLORATION = 0.03
 # Least lead of an arm that is switched to. 1.015 costs 1.1 % of auto's tokens per second on the replay at T=0 (more
@@ -49,83 +42,8 @@ OFF_PROBES = 4
 # to build; half, and a flat cost curve is climbed more slowly.
 FIRST_CAP = 16
 LEAST_CAP = 8
-# A node is drafted whose probability is this share of what pays. Double: nodes that calibration would raise are left
-# out; half: more nodes are built in vain.
-FLOOR = 0.7
 # Kinds of requests that are remembered: half, and rare kinds start anew sooner; double, twice the memory.
 MAX_CONTROLLERS = 256
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to decode.
-
-    Attributes:
-        method: "off" (autoregressive), "chain" or "tree".
-        members: names of the drafters that draft, in the drafter's order; none with "off".
-    """
-
-    method: Method
-    members: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self.method if self.method == "off" else f"{self.method}@{'+'.join(self.members)}"
-
-
-OFF = Arm("off")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How a row is drafted this round.
-
-    Attributes:
-        arm: the drafters.
-        budget: most nodes, e.g. 12.
-        floor: least log-probability of a node.
-    """
-
-    arm: Arm
-    budget: int
-    floor: float = -math.inf
-
-
-@dataclass(frozen=True)
-class Request:
-    """How a row asks to be drafted for.
-
-    Attributes:
-        method: "auto" or a fixed one.
-        budget: "auto" or a fixed one.
-        members: names of the drafters that may draft for it.
-        depth: most depth of its drafts.
-        sampled: its temperature is above 0.
-    """
-
-    method: AutoMethod
-    budget: AutoBudget
-    members: tuple[str, ...]
-    depth: int = MAX_DEPTH
-    sampled: bool = False
-
-    @property
-    def automatic(self) -> bool:
-        return self.method == "auto" or self.budget == "auto"
-
-    def fixed(self) -> Choice:
-        """Return how to draft for a request that leaves nothing to decide."""
-        assert self.method != "auto" and self.budget != "auto"
-        return Choice(OFF if self.method == "off" else Arm(self.method, self.members), self.budget)
-
-
-def arms_of(request: Request) -> list[Arm]:
-    """Return the arms of a request: all its drafters first, then, with "auto", each alone, and last "off"."""
-    if request.method == "off" or not request.members:
-        return [OFF]
-    if request.method != "auto":
-        return [Arm(request.method, request.members), OFF]
-    alone = [Arm("tree", (name,)) for name in request.members]
-    return list(dict.fromkeys([Arm("tree", request.members), *alone, OFF]))
 
 
 def best_width(chances: Array, seconds: Array, rate: float | None, least: int = 0) -> int:
@@ -162,32 +80,21 @@ class ArmStats:
     nodes: float = 0.0
     compared: float = 0.0
     _drafts: float = 0.0
-    _accepted: float = 0.0
-    _promised: float = 0.0
+    _accepted: float = RATIO_PRIOR
+    _promised: float = RATIO_PRIOR
 
     @property
     def ratio(self) -> float:
         """Calibration ratio: accepted tokens over those that calibrated probabilities promised, lately."""
-        return (self._accepted + RATIO_PRIOR) / (self._promised + RATIO_PRIOR)
+        return self._accepted / self._promised
 
     def observe(self, tokens: float, nodes: float, expected: float) -> float:
         """Take in a round's figures a row; return `expected` times `ratio`, which scatters less than `tokens`."""
         self._drafts = min(self._drafts + 1, LEVEL_MEMORY)
         self.nodes += (nodes - self.nodes) / self._drafts
-        keep = 1 - 1 / COMPARE_MEMORY
-        self._accepted = self._accepted * keep + tokens - 1
-        self._promised = self._promised * keep + expected - 1
+        self._accepted += tokens - 1 + (RATIO_PRIOR - self._accepted) / COMPARE_MEMORY
+        self._promised += expected - 1 + (RATIO_PRIOR - self._promised) / COMPARE_MEMORY
         return 1 + (expected - 1) * self.ratio
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A change of arm: when (round), from which to which, and why."""
-
-    round: int
-    before: str
-    after: str
-    reason: str
 
 
 class Controller:
@@ -199,18 +106,25 @@ class Controller:
     Args:
         request: how the rows ask to be drafted for.
         seconds: predicts the seconds of a round of an arm with so many nodes a row.
+
+    Attributes:
+        stats: figures by arm.
+        current: the arm in use.
+        rounds: rounds chosen for so far.
+        explored: those of them that went to another arm than the one in use.
+        switches: the last 64 changes of arm: round, arms before and after, reason.
     """
 
     def __init__(self, request: Request, seconds: Callable[[Arm, float], float]) -> None:
-        self.stats = {arm: ArmStats() for arm in arms_of(request)}
+        self.stats = {arm: ArmStats() for arm in request.arms()}
         self.current = self._full = next(iter(self.stats))
         self.rounds = self.explored = 0
-        self.switches: deque[Switch] = deque(maxlen=64)
-        self._request = request
+        self.switches: deque[dict[str, Any]] = deque(maxlen=64)
+        self._budget = request.budget
         self._seconds = seconds
-        self._switched = 0
-        self._heard = self._allowance = 0.0
-        self._cap, self._lately, self._floor = FIRST_CAP, 0.0, -math.inf
+        self._heard = self._switched = 0
+        self._allowance = self._lately = 0.0
+        self._cap = FIRST_CAP
 
     def choose(self) -> Choice:
         """Return how the next round is drafted."""
@@ -218,44 +132,42 @@ class Controller:
         self._maybe_switch()
         arm = self.current
         self._allowance = min(1.0, self._allowance + EXPLORATION)
-        if self._allowance >= 1 and (probe := self._next_probe()) != arm:
+        # All drafters are explored, but "off" while its time is hardly known.
+        probe = OFF if self.stats[OFF].rounds < OFF_PROBES else self._full
+        if self._allowance >= 1 and probe != arm:
             arm, self._allowance = probe, 0.0
             self.explored += 1
         if arm == OFF:
             return Choice(OFF, 0)
-        if self._request.budget != "auto":
-            return Choice(arm, self._request.budget)
-        return Choice(arm, self._cap, self._floor)
+        return Choice(arm, self._cap if self._budget == "auto" else self._budget)
 
     def learn(self, arm: Arm, tokens: float, others: Mapping[Arm, float]) -> None:
         """Learn the tokens a row of a round, and those that other arms would have made, where they are known.
 
         All arms move with the arm in use; those that are compared also by themselves, and more slowly.
         """
-        self.stats[arm].rounds += 1
+        own = self.stats[arm]
+        own.rounds += 1
         if arm == OFF:
             return
         self._heard += 1
-        weight = max(1 / self._heard, 1 / LEVEL_MEMORY)
-        change = 1 + (tokens / self.stats[arm].tokens - 1) * weight
-        for known in self.stats.values():
-            known.tokens *= change
+        change = 1 + (tokens / own.tokens - 1) / min(self._heard, LEVEL_MEMORY)
+        for stats in self.stats.values():
+            stats.tokens *= change
         if arm == self._full:
-            for own in (self.stats[arm], *(self.stats[other] for other in others)):
-                own.compared = min(own.compared + 1, COMPARE_MEMORY)
-            for other, made in others.items():
-                own = self.stats[other]
-                level = self.stats[arm].tokens
-                own.tokens += (made * level / tokens - own.tokens) / own.compared
+            for other, made in {arm: tokens, **others}.items():
+                stats = self.stats[other]
+                stats.compared = min(stats.compared + 1, COMPARE_MEMORY)
+                if other != arm:
+                    stats.tokens += (made * own.tokens / tokens - stats.tokens) / stats.compared
 
     def should_compare(self, played: Arm) -> bool:
         """Return whether a round of that arm is to show what other arms would have made of it."""
         few = self.stats[self._full].compared < COMPARE_ALWAYS
         return played == self._full and len(self.stats) > 2 and (few or self.rounds % COMPARE_EVERY == 0)
 
-    def chosen(self, width: int, floor: float) -> None:
-        """Note how many nodes paid: somewhat more are drafted next, and none below the floor, since building costs."""
-        self._floor = floor
+    def chosen(self, width: int) -> None:
+        """Note how many nodes paid: somewhat more are drafted next, since building costs."""
         self._lately = max(float(width), self._lately + (width - self._lately) * 0.1)
         self._cap = min(MAX_BUDGET, max(LEAST_CAP, round(self._lately * 1.25) + 2))
 
@@ -263,13 +175,11 @@ class Controller:
         """Return the tokens a row and round that an arm is expected to make now."""
         return 1.0 if arm == OFF else max(1.0, self.stats[arm].tokens)
 
-    def speed(self, arm: Arm) -> float:
-        """Return the tokens a row and second that an arm is expected to make now."""
-        return self.tokens(arm) / self._seconds(arm, self.stats[arm].nodes)
-
-    def rate(self) -> float | None:
-        """Return the tokens a row and second of the arm in use; None while it is unknown."""
-        return self.speed(self.current) if self._known(self.current) else None
+    def speed(self, arm: Arm) -> float | None:
+        """Return the tokens a row and second that an arm is expected to make now; None while it is unknown."""
+        stats = self.stats[arm]
+        known = arm == OFF or stats.compared >= 1
+        return self.tokens(arm) / self._seconds(arm, stats.nodes) if known else None
 
     def state(self) -> dict[str, Any]:
         """Return its figures as plain JSON values."""
@@ -282,55 +192,59 @@ class Controller:
                     "rounds": stats.rounds,
                     "tokens_per_round": self.tokens(arm),
                     "nodes": stats.nodes,
-                    "tokens_per_second": self.speed(arm) if self._known(arm) else None,
+                    "tokens_per_second": self.speed(arm),
                 }
                 for arm, stats in self.stats.items()
             },
-            "switches": [asdict(switch) for switch in self.switches],
+            "switches": list(self.switches),
         }
 
-    def _known(self, arm: Arm) -> bool:
-        return arm == OFF or self.stats[arm].compared >= 1
-
-    def _next_probe(self) -> Arm:
-        """Return the arm to explore: all drafters, but "off" while its time is hardly known."""
-        return OFF if self.stats[OFF].rounds < OFF_PROBES else self._full
-
     def _maybe_switch(self) -> None:
-        if self.rounds - self._switched <= DWELL or not self._known(self.current):
+        if self.rounds - self._switched <= DWELL or (ours := self.speed(self.current)) is None:
             return
-        best = max(filter(self._known, self.stats), key=self.speed)
-        ours, theirs = self.speed(self.current), self.speed(best)
+        theirs, best = max(((self.speed(arm) or 0.0, arm) for arm in self.stats), key=lambda pair: pair[0])
         if theirs > ours * MARGIN:
             reason = f"{theirs:.1f} against {ours:.1f} tokens a second a row"
-            self.switches.append(Switch(self.rounds, str(self.current), str(best), reason))
+            before, after = str(self.current), str(best)
+            self.switches.append({"round": self.rounds, "before": before, "after": after, "reason": reason})
             self.current, self._switched = best, self.rounds
 
 
-@dataclass
 class _Round:
-    """A round between its plan and its result."""
+    """A round between its plan and its result.
 
-    requests: Sequence[Request]
-    choices: list[Choice]
-    controllers: dict[Request, Controller]
-    rate: float | None
-    context: float
-    fresh: bool
-    tree: DraftTree | None = None
-    whole: Sequence[bool] = ()
-    expected: Sequence[float] = ()
-    proposals: Callable[[], Proposals | None] | None = None
+    Args:
+        requests: of its rows.
+        choices: of its rows.
+        controllers: by each request that leaves something to decide.
+        context: mean committed tokens of a row.
+        fresh: a row is in its first round.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        choices: list[Choice],
+        controllers: Mapping[Request, Controller],
+        context: float,
+        fresh: bool,
+    ) -> None:
+        self.requests, self.choices, self.controllers, self.fresh = requests, choices, controllers, fresh
+        # Rows, context, and whether one of them samples: as the latency table takes them.
+        self.load = len(requests), context, any(request.sampled for request in requests)
+        speeds = [controller.speed(controller.current) for controller in controllers.values()]
+        known = [speed for speed in speeds if speed is not None]
+        self.rate = sum(known) / len(known) * len(requests) if known and len(known) == len(speeds) else None
+        self.tree: DraftTree
+        self.proposals: Callable[[], Proposals | None]
+        self.whole: Sequence[bool]
+        self.known: list[Acceptance]
+        self.expected: list[float]
 
     @property
     def names(self) -> list[str]:
-        """Names of all drafters that draft in it."""
+        """Return the names of all drafters that draft in it."""
         return list(dict.fromkeys(name for choice in self.choices for name in choice.arm.members))
-
-    @property
-    def costs(self) -> tuple[int, float, bool]:
-        """Rows, context, and whether one of them samples."""
-        return len(self.requests), self.context, any(request.sampled for request in self.requests)
 
 
 class Policy:
@@ -346,11 +260,11 @@ class Policy:
 
     def __init__(self, latency: LatencyTable, acceptance: Mapping[str, Acceptance] | None = None) -> None:
         self.latency = latency
-        self.acceptance = dict(acceptance or {})
+        self.acceptance = defaultdict(Acceptance, acceptance or {})
         self._controllers: dict[tuple[Request, int], Controller] = {}
         self._context = 0.0
-        self._round: _Round | None = None
-        self._drafted: frozenset[str] = frozenset()
+        self._round: _Round
+        self._drafted: set[str] = set()
 
     def plan(
         self, requests: Sequence[Request], contexts: Sequence[int], fresh: Sequence[bool] = ()
@@ -366,15 +280,13 @@ class Policy:
         own = {r: self._controller(r, len(requests)) for r in dict.fromkeys(requests) if r.automatic}
         chosen = {request: controller.choose() for request, controller in own.items()}
         choices = [chosen.get(request) or request.fixed() for request in requests]
-        rates = [rate for controller in own.values() if (rate := controller.rate()) is not None]
-        rate = sum(rates) / len(rates) * len(requests) if rates and len(rates) == len(own) else None
-        self._round = _Round(requests, choices, own, rate, self._context, any(fresh))
+        self._round = _Round(requests, choices, own, self._context, any(fresh))
         return choices
 
     def cut(
         self,
         tree: DraftTree,
-        proposals: Callable[[], Proposals | None] | None = None,
+        proposals: Callable[[], Proposals | None] = lambda: None,
         whole: Sequence[bool] = (),
     ) -> DraftTree:
         """Cut the tree of the round planned last: each row with an automatic budget keeps the nodes that pay.
@@ -389,27 +301,22 @@ class Policy:
             whole: which rows could be drafted for as deep as they ask; all by default.
         """
         now = self._round
-        assert now is not None
         now.tree, now.proposals, now.whole = tree, proposals, whole or [True] * len(tree.sizes)
-        known = [self._known(c.arm, r) for c, r in zip(now.choices, now.requests, strict=True)]
-        chances = _chances(tree, known)
+        asked = list(zip(now.requests, now.choices, strict=True))
+        now.known = [self._known(choice.arm, request) for request, choice in asked]
+        chances = _chances(tree, now.known)
         sizes = [size - 1 for size in tree.sizes]
         width = max(sizes)
-        open_rows = [row for row, request in enumerate(now.requests) if request.budget == "auto"]
-        if open_rows and width:
-            asked = zip(now.requests, now.choices, strict=True)
+        if width and any(request.budget == "auto" for request in now.requests):
             ratios = [now.controllers[r].stats[c.arm].ratio if r.automatic else 1.0 for r, c in asked]
-            seconds = self.latency.round_up_to(now.names, width, *now.costs)
             # What has a fixed budget is verified whatever the others do.
-            least = max((size for row, size in enumerate(sizes) if row not in open_rows), default=0)
-            width = best_width(np.array(ratios)[:, None] * chances, seconds, now.rate, least)
-            floor = -math.inf
-            if now.rate is not None and len(seconds) > 2:
-                cheapest = float(np.diff(seconds[1:]).min()) / len(sizes)
-                floor = math.log(max(FLOOR * now.rate * cheapest, 1e-30))
-            for row in open_rows:
-                now.controllers[now.requests[row]].chosen(width, floor)
-                sizes[row] = min(sizes[row], width)
+            fixed = [size for size, (r, _) in zip(sizes, asked, strict=True) if r.budget != "auto"]
+            seconds = self.latency.round_up_to(now.names, width, *now.load)
+            width = best_width(np.array(ratios)[:, None] * chances, seconds, now.rate, max(fixed, default=0))
+            for row, request in enumerate(now.requests):
+                if request.budget == "auto":
+                    now.controllers[request].chosen(width)
+                    sizes[row] = min(sizes[row], width)
         now.expected = (1 + chances[:, :width].sum(axis=1)).tolist()
         return tree.truncate(sizes)
 
@@ -428,26 +335,18 @@ class Policy:
             answers: the tokens that the target chose along it.
             seconds: of the parts of this round, as in `ddtree.stats.PARTS`.
         """
-        now, self._round = self._round, None
-        assert now is not None and now.tree is not None
+        now = self._round
         self._time(now, max(tree.sizes) - 1, seconds)
         for request, controller in now.controllers.items():
-            mine = [row for row, asked in enumerate(now.requests) if asked == request and now.whole[row]]
-            if not mine:
-                continue
-            arm = now.choices[mine[0]].arm
-            figures = [(len(paths[row]), tree.sizes[row] - 1, now.expected[row]) for row in mine]
-            tokens, nodes, expected = np.mean(figures, axis=0).tolist()
-            others = {}
-            if controller.should_compare(arm):
-                others = self._counterfactual(now, controller, mine, answers)
-            controller.learn(arm, controller.stats[arm].observe(tokens, nodes, expected), others)
-        accepted = np.zeros(tree.tokens.shape, dtype=np.bool_)
-        for row, path in enumerate(paths):
-            accepted[row, list(path)] = True
-            if (arm := now.choices[row].arm) != OFF:
-                known = self._known(arm, now.requests[row])
-                known.learn(*_nodes(tree, row), accepted[row, 1 : tree.sizes[row]])
+            rows = [row for row, asked in enumerate(now.requests) if asked == request and now.whole[row]]
+            if rows:
+                arm = now.choices[rows[0]].arm
+                figures = [(len(paths[row]), tree.sizes[row] - 1, now.expected[row]) for row in rows]
+                tokens = controller.stats[arm].observe(*np.mean(figures, axis=0).tolist())
+                compared = controller.should_compare(arm)
+                others = self._counterfactual(now, controller, rows, answers) if compared else {}
+                controller.learn(arm, tokens, others)
+        _count(tree, paths, now.known)
 
     def state(self) -> dict[str, Any]:
         """Return its figures as plain JSON values: of each kind of request under each load."""
@@ -460,14 +359,13 @@ class Policy:
         }
 
     def _time(self, now: _Round, nodes: int, seconds: Mapping[str, float]) -> None:
-        assert now.tree is not None
-        rows, context, sampled = now.costs
+        rows, context, sampled = now.load
         self.latency.observe_verify(nodes, rows, context, seconds["verify"])
         self.latency.observe_overhead(seconds["walk"] + seconds["commit"])
         # A drafter that paused, or has a prompt before it, first takes in what was committed meanwhile: such a round
         # tells only that others take no longer.
         settled = self._drafted.issuperset(now.names) and not now.fresh
-        self._drafted = frozenset(now.names)
+        self._drafted = set(now.names)
         if now.names and all(now.whole):
             drafted, most = seconds["draft"] + seconds["build"], max(now.tree.sizes) - 1
             if settled or drafted < self.latency.draft(now.names, most, rows, context, sampled):
@@ -478,50 +376,42 @@ class Policy:
     ) -> dict[Arm, float]:
         """Return the tokens a row that the other arms would have made, each with the number of nodes that pays."""
         request, made = now.requests[rows[0]], {}
-        proposed = dict((now.proposals and now.proposals()) or ())
-        for arm, stats in controller.stats.items():
-            if arm in (OFF, now.choices[rows[0]].arm):
-                continue
-            if arm.members[0] not in proposed:
-                made[arm] = stats.observe(1.0, 0.0, 1.0)
-                continue
-            tree = DraftTree.stack([proposed[arm.members[0]].row(row) for row in rows])
-            known = self._known(arm, request)
-            chances, width = _chances(tree, [known] * len(rows)), max(tree.sizes) - 1
+        proposed = dict(now.proposals() or ())
+        for arm, stats in list(controller.stats.items())[1:-1]:
+            own = proposed.get(arm.members[0])
+            tree = DraftTree.stack([own.row(row) for row in rows]) if own else DraftTree.root([0] * len(rows))
+            known = [self._known(arm, request)] * len(rows)
+            chances, width = _chances(tree, known), max(tree.sizes) - 1
             if request.budget == "auto":
-                seconds = self.latency.round_up_to(arm.members, width, *now.costs)
+                seconds = self.latency.round_up_to(arm.members, width, *now.load)
                 width = best_width(stats.ratio * chances, seconds, now.rate)
-            accepted = np.zeros(tree.tokens.shape, dtype=np.bool_)
             paths, _ = walk(tree, [[]] * len(rows), following([list(answers[row]) for row in rows]))
-            for row, path in enumerate(paths):
-                accepted[row, path] = True
-                known.learn(*_nodes(tree, row), accepted[row, 1 : tree.sizes[row]])
-            tokens = float(accepted[:, : width + 1].sum()) / len(rows)
-            nodes = sum(min(width, size - 1) for size in tree.sizes) / len(rows)
-            made[arm] = stats.observe(tokens, nodes, 1 + float(chances[:, :width].sum()) / len(rows))
+            _count(tree, paths, known)
+            totals = [
+                sum(node <= width for path in paths for node in path),
+                sum(min(width, size - 1) for size in tree.sizes),
+                len(rows) + float(chances[:, :width].sum()),
+            ]
+            made[arm] = stats.observe(*(total / len(rows) for total in totals))
         return made
 
     def _controller(self, request: Request, rows: int) -> Controller:
         key = request, batch_class(rows)
-        if key not in self._controllers:
-
-            def seconds(arm: Arm, nodes: float) -> float:
-                count = round(nodes)
-                return float(
-                    self.latency.round_up_to(arm.members, count, key[1], self._context, request.sampled)[
-                        count
-                    ]
-                )
-
-            self._controllers[key] = Controller(request, seconds)
         # Clients may ask in any number of ways: those that were asked for last are kept.
-        self._controllers[key] = self._controllers.pop(key)
+        controller = self._controllers.pop(key, None) or Controller(request, partial(self._seconds, *key))
+        self._controllers[key] = controller
         if len(self._controllers) > MAX_CONTROLLERS:
             del self._controllers[next(iter(self._controllers))]
-        return self._controllers[key]
+        return controller
+
+    def _seconds(self, request: Request, rows: int, arm: Arm, nodes: float) -> float:
+        """Return the seconds of a round of an arm at the present context."""
+        load = rows, self._context, request.sampled
+        return float(self.latency.round_up_to(arm.members, round(nodes), *load)[-1])
 
     def _known(self, arm: Arm, request: Request) -> Acceptance:
-        return self.acceptance.setdefault(_name(arm, request), Acceptance())
+        """Return the acceptance of an arm: noise makes another drafter of it."""
+        return self.acceptance[f"{arm}, {'sampled' if request.sampled else 'greedy'}"]
 
 
 def _nodes(tree: DraftTree, row: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -530,7 +420,7 @@ def _nodes(tree: DraftTree, row: int) -> tuple[NDArray[np.float32], NDArray[np.i
     return tree.logprobs[row, 1:size].cpu().numpy(), tree.depths[row, 1:size].cpu().numpy()
 
 
-def _chances(tree: DraftTree, known: Sequence[Acceptance]) -> NDArray[np.float64]:
+def _chances(tree: DraftTree, known: Sequence[Acceptance]) -> Array:
     """Return calibrated probabilities [R, N - 1] of the nodes besides the roots; 0 for padding."""
     chances = np.zeros((len(tree.sizes), max(tree.sizes) - 1))
     for row, own in enumerate(known):
@@ -538,6 +428,7 @@ def _chances(tree: DraftTree, known: Sequence[Acceptance]) -> NDArray[np.float64
     return chances
 
 
-def _name(arm: Arm, request: Request) -> str:
-    """Return the name of an arm's acceptance: noise makes another drafter of it."""
-    return f"{arm}, {'sampled' if request.sampled else 'greedy'}"
+def _count(tree: DraftTree, paths: Sequence[Sequence[int]], known: Sequence[Acceptance]) -> None:
+    """Count in each row's acceptance which of its nodes are on the accepted path."""
+    for row, (path, own) in enumerate(zip(paths, known, strict=True)):
+        own.learn(*_nodes(tree, row), np.isin(np.arange(1, tree.sizes[row]), path))

@@ -6,7 +6,9 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from statistics import median
+from functools import lru_cache
+from itertools import groupby
+from statistics import median, median_low
 from typing import Any
 
 import numpy as np
@@ -26,11 +28,15 @@ CUT_SHORT = "cut_short"
 WINDOW = 9
 # Tokens of context over which one interpolated curve serves: half, twice the curves; double, a coarser context.
 CONTEXT_STEP = 64
-# Share of a plain pass that the rest of a round takes until the first round has shown it; then it counts for nothing.
+# Share of a plain pass that the rest of a round takes until the first round has shown it; then it counts for nothing,
+# so that half or double change a few rounds alone.
 OVERHEAD = 0.03
 
+_WIDTHS = np.arange(1.0, MAX_BUDGET + 2)
+_SIZES = np.log2(_WIDTHS)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, order=True)
 class Sample:
     """One measurement.
 
@@ -39,6 +45,9 @@ class Sample:
         rows: rows of the batch.
         context: mean committed tokens a row.
         seconds: the time it took.
+
+    Raises:
+        ConfigError: it is impossible.
     """
 
     width: int
@@ -46,24 +55,10 @@ class Sample:
     context: float
     seconds: float
 
-
-def medians(samples: Iterable[Sample]) -> list[Sample]:
-    """Return one sample for each (rows, width, context), with the median of its seconds, in this order.
-
-    Raises:
-        ConfigError: a sample is impossible.
-    """
-    found: defaultdict[tuple[int, int, float], list[float]] = defaultdict(list)
-    for sample in samples:
-        if not (sample.width >= 1 and sample.rows >= 1 and 0 <= sample.context < math.inf):
-            raise ConfigError(f"{sample} is no measurement: width and rows start at 1, context at 0")
-        if not 0 < sample.seconds < math.inf:
-            raise ConfigError(f"{sample} is no measurement: its seconds must be a positive number")
-        found[sample.rows, sample.width, sample.context].append(sample.seconds)
-    return [
-        Sample(width, rows, context, median(seconds))
-        for (rows, width, context), seconds in sorted(found.items())
-    ]
+    def __post_init__(self) -> None:
+        timed = math.isfinite(self.seconds) and self.seconds > 0
+        if not (timed and self.width >= 1 and self.rows >= 1 and self.context >= 0):
+            raise ConfigError(f"{self} is no measurement: run ddtree calibrate")
 
 
 class LatencyTable:
@@ -80,30 +75,30 @@ class LatencyTable:
 
     Attributes:
         machine: as given.
-        points: the medians of verification.
+        points: the medians of verification, by width, rows and context.
         draft_points: the medians of drafting, by name.
 
     Raises:
-        ConfigError: there is no measurement of verification, or an impossible one.
+        ConfigError: there is no measurement of verification or of a drafter.
     """
 
     def __init__(
         self, verify: Iterable[Sample], draft: Mapping[str, Iterable[Sample]], *, machine: Mapping[str, Any]
     ) -> None:
         self.machine = dict(machine)
-        self.points = medians(verify)
-        self.draft_points = {name: medians(own) for name, own in draft.items()}
+        self.points = _medians(verify)
+        self.draft_points = {name: _medians(own) for name, own in draft.items()}
         if not (self.points and all(self.draft_points.values())):
             raise ConfigError("a list of measurements is empty: run ddtree calibrate")
         average = bool(machine.get(CUT_SHORT))
         self._verify = _Curves(self.points, average)
         self._draft = {name: _Curves(own, average) for name, own in self.draft_points.items()}
-        self._measured: dict[tuple[int, int], Array] = {}
-        self._pace = _Rolling()
-        self._cells: defaultdict[int, defaultdict[int, _Rolling]] = defaultdict(lambda: defaultdict(_Rolling))
-        self._last: tuple[_Rolling, float] | None = None
-        self._draft_pace: dict[tuple[frozenset[str], bool], _Rolling] = {}
-        self._overhead = _Rolling()
+        # Each is a rolling window of logarithms of measured over predicted time, but for the overhead's seconds.
+        self._pace = _window()
+        self._cells: defaultdict[tuple[int, int], deque[float]] = defaultdict(_window)
+        self._last: tuple[deque[float], float] | None = None
+        self._draft_pace: dict[tuple[frozenset[str], bool], deque[float]] = {}
+        self._overhead = _window()
 
     def verify(self, nodes: int, rows: int = 1, context: float = 0.0) -> float:
         """Return the seconds of verifying `nodes` nodes a row besides the root."""
@@ -111,13 +106,12 @@ class LatencyTable:
 
     def verify_up_to(self, nodes: int, rows: int = 1, context: float = 0.0) -> Array:
         """Return the seconds [nodes + 1] of verifying 0..`nodes` nodes a row besides the root; they never fall."""
-        seconds = self._interpolated(rows, context)[: nodes + 1]
-        if cells := self._cells.get(batch_class(rows)):
-            sizes = sorted(cells)
-            corrections = [cells[size].shrunk() for size in sizes]
-            seconds = seconds * np.exp(np.interp(_SIZES[: nodes + 1], sizes, corrections))
-            seconds = np.maximum.accumulate(seconds)
-        return seconds * math.exp(self._pace.value())
+        seconds = self._verify.seconds(rows, context)[: nodes + 1]
+        mine = {size: own for (load, size), own in sorted(self._cells.items()) if load == batch_class(rows)}
+        if mine:
+            corrections = np.interp(_SIZES[: nodes + 1], list(mine), [_shrunk(own) for own in mine.values()])
+            seconds = np.maximum.accumulate(seconds * np.exp(corrections))
+        return seconds * math.exp(_center(self._pace))
 
     def draft(
         self, names: Sequence[str], nodes: int, rows: int = 1, context: float = 0.0, sampled: bool = False
@@ -129,34 +123,33 @@ class LatencyTable:
         """
         if missing := [name for name in names if name not in self._draft]:
             raise ConfigError(f"drafting with {missing[0]!r} was not measured: run ddtree calibrate with it")
-        widths = np.array([nodes + 1.0])
-        total = sum(float(self._draft[name].seconds(widths, rows, context)[0]) for name in names)
-        return total * math.exp(self._draft_pace.get((frozenset(names), sampled), self._pace).value())
+        total = sum(float(self._draft[name].seconds(rows, context)[nodes]) for name in names)
+        return total * math.exp(_center(self._draft_pace.get((frozenset(names), sampled), self._pace)))
 
     def overhead(self) -> float:
         """Return the seconds of a round outside drafting and verification."""
-        return self._overhead.value() or OVERHEAD * self.verify(0)
+        return _center(self._overhead) or OVERHEAD * self.verify(0)
 
     def round_up_to(
         self, names: Sequence[str], nodes: int, rows: int = 1, context: float = 0.0, sampled: bool = False
     ) -> Array:
         """Return the seconds [nodes + 1] of rounds that verify 0..`nodes` nodes a row, drafted by `names` (or none)."""
-        draft = self.draft(names, nodes, rows, context, sampled) if names else 0.0
+        draft = self.draft(names, nodes, rows, context, sampled)
         return self.verify_up_to(nodes, rows, context) + draft + self.overhead()
 
     def observe_verify(self, nodes: int, rows: int, context: float, seconds: float) -> None:
         """Learn that verifying `nodes` nodes a row besides the root took so long; impossible times are ignored."""
         if 0 < seconds < math.inf:
-            ratio = math.log(seconds / float(self._interpolated(rows, context)[nodes]))
-            cell = self._cells[batch_class(rows)][round(math.log2(nodes + 1))]
+            ratio = math.log(seconds / float(self._verify.seconds(rows, context)[nodes]))
+            cell = self._cells[batch_class(rows), round(math.log2(nodes + 1))]
             # Neighbouring rounds ran at about the same pace, so a difference of their ratios is owed to their cells.
             before, self._last = self._last, (cell, ratio)
             if before is not None and before[0] is not cell:
                 other, difference = before[0], ratio - before[1]
-                own, others = difference + other.shrunk(), cell.shrunk() - difference
-                cell.add(own)
-                other.add(others)
-            self._pace.add(ratio - cell.shrunk())
+                own, others = difference + _shrunk(other), _shrunk(cell) - difference
+                cell.append(own)
+                other.append(others)
+            self._pace.append(ratio - _shrunk(cell))
 
     def observe_draft(
         self, names: Sequence[str], nodes: int, rows: int, context: float, sampled: bool, seconds: float
@@ -165,13 +158,13 @@ class LatencyTable:
         if 0 < seconds < math.inf:
             predicted = self.draft(names, nodes, rows, context, sampled)
             key = frozenset(names), sampled
-            ratio = math.log(seconds / predicted) + self._draft_pace.get(key, self._pace).value()
-            self._draft_pace.setdefault(key, _Rolling()).add(ratio)
+            ratio = math.log(seconds / predicted) + _center(self._draft_pace.get(key, self._pace))
+            self._draft_pace.setdefault(key, _window()).append(ratio)
 
     def observe_overhead(self, seconds: float) -> None:
         """Learn that the rest of a round took so long; impossible times are ignored."""
         if 0 < seconds < math.inf:
-            self._overhead.add(seconds)
+            self._overhead.append(seconds)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the measurements as plain JSON values; corrections by rounds are not kept."""
@@ -195,14 +188,6 @@ class LatencyTable:
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"the latency table is damaged ({error}): run ddtree calibrate") from error
 
-    def _interpolated(self, rows: int, context: float) -> Array:
-        """Return the measured seconds [MAX_BUDGET + 1] of verification, at a context rounded to 64 tokens."""
-        key = rows, int(context) // CONTEXT_STEP
-        if key not in self._measured:
-            widths = np.arange(1.0, MAX_BUDGET + 2)
-            self._measured[key] = self._verify.seconds(widths, rows, (key[1] + 0.5) * CONTEXT_STEP)
-        return self._measured[key]
-
 
 def batch_class(rows: int) -> int:
     """Return the next power of two: batches of 1, 2, 3-4, 5-8, ... rows are told apart."""
@@ -217,61 +202,58 @@ class _Curves:
     """
 
     def __init__(self, points: Sequence[Sample], average: bool) -> None:
-        self._by_rows = {
-            rows: _curve([p for p in points if p.rows == rows]) for rows in {p.rows for p in points}
-        }
+        self._points = points
         self._average = average
+        self._at = lru_cache(maxsize=256)(self._interpolate)
 
-    def seconds(self, widths: Array, rows: int, context: float) -> Array:
-        """Return the seconds for each width (root included), in their shape."""
-        nearest = min(self._by_rows, key=lambda known: (abs(math.log(known / rows)), known))
-        known, at_zero, slopes = self._by_rows[nearest]
-        seconds, widths = at_zero + slopes * context, widths * rows / nearest
-        slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]) if len(known) > 1 else 0.0
+    def seconds(self, rows: int, context: float) -> Array:
+        """Return the seconds [MAX_BUDGET + 1] of 1..MAX_BUDGET + 1 nodes, at a context rounded to 64 tokens."""
+        return self._at(rows, int(context) // CONTEXT_STEP)
+
+    def _interpolate(self, rows: int, step: int) -> Array:
+        nearest = min({p.rows for p in self._points}, key=lambda known: (abs(math.log(known / rows)), known))
+        widths, at_zero, slopes = _curve([point for point in self._points if point.rows == nearest])
+        seconds = at_zero + slopes * (step + 0.5) * CONTEXT_STEP
+        slope = (seconds[-1] - seconds[-2]) / (widths[-1] - widths[-2]) if len(widths) > 1 else 0.0
         if self._average:
-            slope = max(slope, seconds[-1] / known[-1])
-        return np.interp(widths, known, seconds) + slope * np.maximum(0.0, widths - known[-1])
+            slope = max(slope, seconds[-1] / widths[-1])
+        wanted = _WIDTHS * rows / nearest
+        return np.interp(wanted, widths, seconds) + slope * np.maximum(0.0, wanted - widths[-1])
 
 
 def _curve(points: Sequence[Sample]) -> tuple[Array, Array, Array]:
     """Return widths, seconds without context, and seconds by token of context; both never fall with the width."""
-    by_width: defaultdict[int, list[Sample]] = defaultdict(list)
-    for point in points:
-        by_width[point.width].append(point)
-    widths = np.array(sorted(by_width), dtype=np.float64)
+    groups = [list(own) for _, own in groupby(points, key=lambda point: point.width)]
+    widths, _, contexts, seconds = np.array([np.mean([astuple(p) for p in own], axis=0) for own in groups]).T
     # Widths that were measured at one context alone take their slope from their neighbours.
     lines = {
-        width: np.polyfit([p.context for p in own], [p.seconds for p in own], 1)
-        for width, own in by_width.items()
+        own[0].width: np.polyfit([p.context for p in own], [p.seconds for p in own], 1)[0]
+        for own in groups
         if len(own) > 1
-    }
-    sloped = sorted(lines)
-    slopes = np.zeros(len(widths))
-    if sloped:
-        slopes = np.interp(widths, sloped, np.maximum.accumulate([max(0.0, lines[w][0]) for w in sloped]))
-    seconds = np.array([np.mean([point.seconds for point in by_width[int(width)]]) for width in widths])
-    contexts = np.array([np.mean([point.context for point in by_width[int(width)]]) for width in widths])
+    } or {1: 0.0}
+    slopes = np.interp(widths, list(lines), np.maximum.accumulate([0.0, *lines.values()])[1:])
     # Noise may make the context look dearer than the whole: a tenth of the pass is left for the rest.
     return widths, np.maximum.accumulate(np.maximum(seconds - slopes * contexts, seconds / 10)), slopes
 
 
-class _Rolling:
-    """A rolling median of the last `WINDOW` values: half of them must agree, so single bursts are ignored."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=WINDOW)
-
-    def add(self, value: float) -> None:
-        """Take in a value; the oldest one goes."""
-        self._values.append(value)
-
-    def value(self) -> float:
-        """Return the median; 0 without values."""
-        return median(self._values) if self._values else 0.0
-
-    def shrunk(self) -> float:
-        """Return the median, drawn to 0 while it rests on less than half a window."""
-        return self.value() * min(1.0, 2 * len(self._values) / WINDOW)
+def _medians(samples: Iterable[Sample]) -> list[Sample]:
+    """Return one sample for each (width, rows, context), with the median of its seconds, in this order."""
+    found: defaultdict[tuple[int, int, float], list[float]] = defaultdict(list)
+    for sample in samples:
+        found[sample.width, sample.rows, sample.context].append(sample.seconds)
+    # The lower of two: the first measurement of a point may have had something to set up.
+    return [Sample(*point, median_low(seconds)) for point, seconds in sorted(found.items())]
 
 
-_SIZES = np.log2(np.arange(1, MAX_BUDGET + 2))
+def _window() -> deque[float]:
+    return deque(maxlen=WINDOW)
+
+
+def _center(values: deque[float]) -> float:
+    """Return the median: half of the values must agree, so single bursts are ignored; 0 without values."""
+    return median(values) if values else 0.0
+
+
+def _shrunk(values: deque[float]) -> float:
+    """Return the median, drawn to 0 while it rests on less than half a window."""
+    return _center(values) * min(1.0, 2 * len(values) / WINDOW)

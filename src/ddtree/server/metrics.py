@@ -15,7 +15,7 @@ import prometheus_client
 from prometheus_client import Counter, Gauge, Histogram
 
 from ddtree.engine.engine import Round
-from ddtree.policy import Policy
+from ddtree.policy.controller import Policy
 from ddtree.server.tokens import TokenTexts
 from ddtree.stats import Stats
 from ddtree.tree import MAX_DEPTH

@@ -32,7 +32,8 @@ from ddtree.integrations.vllm.request_state import (
 )
 from ddtree.integrations.vllm.settings import DRAFTING_FAILED, KEY, WORKER, PluginSettings
 from ddtree.integrations.vllm.timers import EngineTimer, runtime
-from ddtree.policy import Policy, cache, calibration
+from ddtree.policy import cache, calibration
+from ddtree.policy.controller import Policy
 from ddtree.policy.latency import LatencyTable
 from ddtree.stats import Clock
 
@@ -148,7 +149,7 @@ class TreeRunner(CPUModelRunner):
     def _measure(self) -> LatencyTable:
         with closing(EngineTimer(self, _LONGEST)) as timer:
             widest = min(self.settings.nodes + 1, self.max_num_tokens)
-            return calibration.quick_on(timer, self._drafter_rows.drafter, self.target, widest=widest)
+            return calibration.quick(self.target, self._drafter_rows.drafter, timer=timer, widest=widest)
 
     def save_acceptance(self) -> None:
         """Save what was learnt of the drafter's acceptance for the next start, where it can be written."""
