@@ -5,8 +5,9 @@ import torch
 
 import tiny
 from ddtree.engine.engine import Engine
-from ddtree.engine.prefix_cache import PrefixStore, shared
+from ddtree.engine.prefix_cache import PrefixStore
 from ddtree.model.target import Target
+from ddtree.sampling.processors import common_length
 from ddtree.sampling.sampler import SamplingParams
 
 # Of a token below: two layers of keys and values of one head of 3 floats, and 2 features.
@@ -112,8 +113,8 @@ def test_an_answer_is_kept_behind_its_prompt_and_not_without_it():
     ("first", "second", "common"),
     [([], [], 0), ([1], [2], 0), ([1, 2], [1, 2, 3], 2), ([4, 5, 6], [4, 6], 1)],
 )
-def test_shared_counts_the_common_beginning(first, second, common):
-    assert shared(first, second) == shared(second, first) == common
+def test_the_length_of_the_common_beginning_is_counted(first, second, common):
+    assert common_length(first, second) == common_length(second, first) == common
 
 
 def decode(engine, prompt, **changes):

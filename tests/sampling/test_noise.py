@@ -87,8 +87,9 @@ def test_order_of_calls_does_not_matter() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True))
 
 
-def test_a_row_is_made_once_while_it_is_remembered() -> None:
-    noise = Noise(1, 100, keep=4)
+def test_a_row_is_made_once_while_it_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddtree.sampling.noise._ROWS_KEPT", 4)
+    noise = Noise(1, 100)
     row = noise.gumbel(0)
     for position in (1, 2, 3):
         noise.gumbel(position)
@@ -100,15 +101,6 @@ def test_a_row_is_made_once_while_it_is_remembered() -> None:
         noise.gumbel(position)
     assert noise.gumbel(0) is not row
     assert torch.equal(noise.gumbel(2), before)
-
-
-def test_rows_stacks_positions() -> None:
-    noise = Noise(1, 100, keep=2)
-    rows = noise.rows([5, 7, 5, 9])
-    assert rows.shape == (4, 100)
-    assert torch.equal(rows[0], rows[2])
-    assert torch.equal(rows[3], Noise(1, 100).gumbel(9))
-    assert noise.rows([]).shape == (0, 100)
 
 
 def test_rows_made_in_inference_mode_serve_outside_of_it() -> None:
@@ -227,7 +219,7 @@ class TestCouple:
     def scores(self) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         logq = torch.log_softmax(torch.randn(3, 50, generator=generator), -1)
-        return logq, Noise(1, 50).rows([4, 5, 6])
+        return logq, torch.stack([Noise(1, 50).gumbel(position) for position in (4, 5, 6)])
 
     def test_zero_and_one_is_the_plain_drafter(self) -> None:
         logq, noise = self.scores()

@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(
         self,
-        target: TargetModel[Any],
+        target: TargetModel,
         drafter: Drafter | None = None,
         *,
         max_rows: int = 8,

@@ -44,7 +44,7 @@ class KVBudget:
 
     def __init__(
         self,
-        target: TargetModel[Any],
+        target: TargetModel,
         cache: Any,
         limit: int,
         drafters: Several[Holding] = (),
@@ -130,7 +130,7 @@ class ChunkedPrefill:
         left: prompt tokens still to be processed.
     """
 
-    def __init__(self, sequence: Sequence, target: TargetModel[Any], chunk: int, cached: list[Part]) -> None:
+    def __init__(self, sequence: Sequence, target: TargetModel, chunk: int, cached: list[Part]) -> None:
         self.sequence = sequence
         self.cache = target.new_cache(sequence.prompt_length)
         self.cache.add_row()
@@ -188,7 +188,7 @@ class Scheduler:
 
     def __init__(
         self,
-        target: TargetModel[Any],
+        target: TargetModel,
         max_rows: int,
         prefill_chunk: int,
         budget: KVBudget | None,

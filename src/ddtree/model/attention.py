@@ -83,7 +83,6 @@ class Visibility:
         dtype: dtype of the additive bias (the model's).
         causal: the queries are all the keys there are, in order (a prompt's first chunk), so that kernels with
             a causal mode of their own need no bias at all.
-        steady: the result for a query must not depend on the queries beside it (see `needs_steadying`).
     """
 
     def __init__(
@@ -93,9 +92,7 @@ class Visibility:
         key_positions: Tensor,
         dtype: torch.dtype,
         causal: bool = False,
-        steady: bool = True,
     ) -> None:
-        self.steady = steady
         self._visible = visible
         self._query_positions = query_positions
         self._key_positions = key_positions
@@ -169,7 +166,7 @@ def attention(
         key, value = _repeat(key, groups), _repeat(value, groups)
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
         return out.transpose(1, 2), None
-    kernel = _steady if visibility.steady and needs_steadying(query.device, query.dtype) else fused
+    kernel = _steady if needs_steadying(query.device, query.dtype) else fused
     out = grouped(query, key, value, lambda fold: visibility.bias(sliding_window, fold), scale, kernel)
     return out.transpose(1, 2), None
 

@@ -15,12 +15,12 @@ from ddtree.errors import UnsupportedModelError
 from ddtree.model.architectures import why_no_tree
 from ddtree.model.compat import cache_of
 from ddtree.model.kv_cache import drop_row
-from ddtree.model.protocol import Forward, RowCache, TargetModel
+from ddtree.model.protocol import Forward, TargetModel
 from ddtree.model.target import HuggingFaceTarget
 from ddtree.tree import DraftTree
 
 
-class NativeCache(RowCache):
+class NativeCache:
     """One opaque cache of the model's own making per row, packed like `KVCache`.
 
     Attributes:
@@ -62,7 +62,7 @@ class NativeCache(RowCache):
         """Do nothing: only roots are ever processed, and they are always accepted."""
 
 
-class AutoregressiveTarget(HuggingFaceTarget, TargetModel[NativeCache]):
+class AutoregressiveTarget(HuggingFaceTarget, TargetModel):
     """A causal LM decoded one token at a time with its own cache; takes no drafter.
 
     Args:

@@ -370,7 +370,7 @@ class Holding:
         self.cache.shrink_to(width, columns, self.token * width * columns + slack)
 
 
-def token_bytes(target: TargetModel[KVCache]) -> int:
+def token_bytes(target: TargetModel) -> int:
     """Return the memory of the keys and values of a token. The target is run once, over one token."""
     probe = target.new_cache(1)
     for _ in target.prefill(probe, probe.add_row(), [0]):

@@ -57,7 +57,7 @@ class TargetTimer:
         ConfigError: the target's context is too short.
     """
 
-    def __init__(self, target: TargetModel[Any]) -> None:
+    def __init__(self, target: TargetModel) -> None:
         self._target = target
         self._cache = target.new_cache()
         self._tokens = uneven_tokens(MAX_BUDGET + 1, target.vocab_size)
@@ -146,7 +146,7 @@ class DraftTimer:
 
 
 def thorough(
-    target: TargetModel[Any],
+    target: TargetModel,
     drafter: Drafter | None = None,
     *,
     rows: Sequence[int] = (1,),
@@ -183,7 +183,7 @@ def thorough(
     return _on_target(target, drafter, grid=grid, turns=turns, dearest=dearest, progress=progress)
 
 
-def quick(target: TargetModel[Any], drafter: Drafter | None = None, *, seconds: float = 2.5) -> LatencyTable:
+def quick(target: TargetModel, drafter: Drafter | None = None, *, seconds: float = 2.5) -> LatencyTable:
     """Measure briefly, one row at a time, for first use; with the same errors as `thorough`.
 
     Args:
@@ -212,7 +212,7 @@ def quick_on(
 
 
 def policy_of(
-    target: TargetModel[Any], drafter: Drafter, folder: Path | None = None, *, idle: bool = True
+    target: TargetModel, drafter: Drafter, folder: Path | None = None, *, idle: bool = True
 ) -> Policy | None:
     """Return a policy for a pair, from what was measured and learnt before; measure first where nothing was.
 
@@ -233,7 +233,7 @@ def policy_of(
     return None if latency is None else Policy(latency, cache.recall_acceptance(wanted, folder))
 
 
-def _on_target(target: TargetModel[Any], drafter: Drafter | None, **options: Any) -> LatencyTable:
+def _on_target(target: TargetModel, drafter: Drafter | None, **options: Any) -> LatencyTable:
     if not target.verifies_trees:
         raise UnsupportedModelError(
             f"draft trees cannot be verified on {type(target.model).__name__}: there is nothing to calibrate"

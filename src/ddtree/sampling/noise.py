@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 _BLOCK = 32768
+_ROWS_KEPT = 32
 
 
 def _signed(word: int) -> int:
@@ -34,8 +36,8 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def _mix(word: int) -> int:
-    """SplitMix64's finalizer on a Python int, modulo 2**64."""
+def _mix(word: Any) -> Any:
+    """Return SplitMix64's finalizer of a Python int, or of each of an array of uint64, modulo 2**64."""
     word = ((word ^ (word >> _SHIFTS[0])) * _MULTIPLIERS[0]) & _WORD
     word = ((word ^ (word >> _SHIFTS[1])) * _MULTIPLIERS[1]) & _WORD
     return word ^ (word >> _SHIFTS[2])
@@ -84,22 +86,19 @@ class Noise:
     last-bit difference there survives the rounding to float32 about once in 10**8 values, as one unit in the
     last place.
 
-    Rows are remembered for the `keep` positions used last, because drafting and verification look at the
-    same ones.
+    Rows are remembered for the 32 positions used last, because drafting and verification look at the same
+    ones. One takes 4 * V bytes.
 
     Args:
         seed: integer in [0, 2**63).
         vocab_size: V, the width of a full row.
         device: where rows are made and kept; a device without float64 gets them from the CPU.
-        keep: rows remembered; one takes 4 * V bytes.
 
     Raises:
         ConfigError: the seed is not an integer in range.
     """
 
-    def __init__(
-        self, seed: int, vocab_size: int, device: torch.device | str = "cpu", *, keep: int = 32
-    ) -> None:
+    def __init__(self, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         if not is_whole(seed) or not 0 <= seed < MAX_SEED:
             raise ConfigError(f"seed must be an integer from 0 to 2**63 - 1, not {seed!r}")
         if vocab_size < 1:
@@ -108,7 +107,6 @@ class Noise:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._compute = torch.device("cpu") if self.device.type == "mps" else self.device
-        self._keep = max(1, keep)
         self._rows: OrderedDict[int, Tensor] = OrderedDict()
         self._stream = _mix((seed + _GAMMA) & _WORD)
         self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
@@ -139,25 +137,15 @@ class Noise:
                 return self._subset(key, tokens)
             row = self._row(key)
         self._rows[position] = row
-        if len(self._rows) > self._keep:
+        if len(self._rows) > _ROWS_KEPT:
             self._rows.popitem(last=False)
         return row
 
     def few(self, position: int, tokens: Sequence[int]) -> list[float]:
         """`gumbel` of a few tokens, to within a float32 rounding: several times as quick, good enough for drafting."""
-        words = np.array(tokens, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(self._key(position))
-        for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
-            words ^= words >> np.uint64(shift)
-            words *= np.uint64(multiplier)
-        words ^= words >> np.uint64(_SHIFTS[2])
+        words = _mix(np.array(tokens, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(self._key(position)))
         uniform = (words >> np.uint64(11) | np.uint64(1)).astype(np.float64) * 2.0**-53
         return (-np.log(-np.log(uniform))).tolist()
-
-    def rows(self, positions: Sequence[int]) -> Tensor:
-        """Full rows of several positions: float32 [len(positions), V], a fresh tensor."""
-        if not positions:
-            return torch.empty(0, self.vocab_size, device=self.device)
-        return torch.stack([self.gumbel(position) for position in positions])
 
     def _key(self, position: int) -> int:
         return _mix((self._stream + (position + 1) * _GAMMA) & _WORD)

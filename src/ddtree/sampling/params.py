@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -23,13 +24,40 @@ GREEDY_BELOW = 1e-5
 MAX_TOKEN = 2**31 - 1
 
 
+_INTEGERS = {
+    "top_k": (-1, MAX_TOKEN),
+    "max_tokens": (1, MAX_TOKEN),
+    "min_tokens": (0, MAX_TOKEN),
+    "seed": (0, MAX_SEED - 1),
+    "logprobs": (0, 1000),
+    "prompt_logprobs": (0, 1000),
+}
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+_FOR_NONE = {
+    "top_k": 0,
+    "logit_bias": {},
+    "bad_words": (),
+    "stop_token_ids": (),
+    "stop": (),
+    "processors": (),
+}
+_REALS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 1e3),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_SWITCHES = ("include_stop", "ignore_eos", "skip_special_tokens")
+
+
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     if not is_whole(value):
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
-    number = int(value)
-    if not low <= number <= high:
+    if not low <= value <= high:
         raise ConfigError(f"{name} must be from {low} to {high}, not {value}")
-    return number
+    return int(value)
 
 
 def _real(name: str, value: Any, low: float, high: float) -> float:
@@ -40,10 +68,6 @@ def _real(name: str, value: Any, low: float, high: float) -> float:
     if not low <= number <= high:
         raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {value}")
     return float(number)
-
-
-def _reported(name: str, value: Any) -> int | None:
-    return None if value is None else _integer(name, value, 0, 1000)
 
 
 def _items(name: str, value: Any, what: str) -> Iterable[Any]:
@@ -104,6 +128,15 @@ def _processors(value: Any) -> tuple[Processor, ...]:
                 f"processors must be functions (prefix ids, logits) -> logits, not {processor!r}"
             )
     return processors
+
+
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": _logit_bias,
+    "bad_words": _bad_words,
+    "stop_token_ids": partial(_token_ids, "stop_token_ids"),
+    "stop": _stop_strings,
+    "processors": _processors,
+}
 
 
 @dataclass(frozen=True)
@@ -169,31 +202,19 @@ class SamplingParams:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "temperature": _real("temperature", self.temperature, 0.0, 100.0),
-            "top_k": 0 if self.top_k is None else max(0, _integer("top_k", self.top_k, -1, MAX_TOKEN)),
-            "top_p": _real("top_p", self.top_p, 0.0, 1.0),
-            "min_p": _real("min_p", self.min_p, 0.0, 1.0),
-            "repetition_penalty": _real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3),
-            "presence_penalty": _real("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            "logit_bias": _logit_bias({} if self.logit_bias is None else self.logit_bias),
-            "bad_words": _bad_words(self.bad_words or ()),
-            "stop_token_ids": _token_ids(
-                "stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids
-            ),
-            "stop": _stop_strings(() if self.stop is None else self.stop),
-            "max_tokens": _integer("max_tokens", self.max_tokens, 1, MAX_TOKEN),
-            "seed": None if self.seed is None else _integer("seed", self.seed, 0, MAX_SEED - 1),
-            **{name: _reported(name, getattr(self, name)) for name in ("logprobs", "prompt_logprobs")},
-            "processors": _processors(() if self.processors is None else self.processors),
-        }
-        checked["min_tokens"] = _integer("min_tokens", self.min_tokens, 0, MAX_TOKEN)
+        given = {name: _FOR_NONE.get(name) if value is None else value for name, value in vars(self).items()}
+        checked: dict[str, Any] = {name: _real(name, given[name], *bounds) for name, bounds in _REALS.items()}
+        for name, (low, high) in _INTEGERS.items():
+            if given[name] is not None or name not in _OPTIONAL:
+                checked[name] = _integer(name, given[name], low, high)
+        checked["top_k"] = max(0, checked["top_k"])
         if checked["min_tokens"] > checked["max_tokens"]:
             raise ConfigError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
-        for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        for name, check in _COLLECTIONS.items():
+            checked[name] = check(given[name])
+        for name in _SWITCHES:
+            if not isinstance(given[name], bool):
+                raise ConfigError(f"{name} must be true or false, not {given[name]!r}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
