@@ -80,9 +80,6 @@ def load(
         "cache_bytes": cache_bytes,
         "prefix_bytes": prefix_bytes,
     }
-    for name, value in {**bounds, "max_context": max_context}.items():
-        if value is not None or name not in ("cache_bytes", "max_context"):
-            check_whole(name, value)
     if isinstance(target, torch.nn.Module):
         if device is not None or dtype is not None:
             raise ConfigError(
@@ -351,18 +348,15 @@ class Model:
         Nothing can be measured while sequences are running, nor where the context or memory is too small.
         """
         with self._lock:
-            return self._prepare()
-
-    def _prepare(self) -> bool:
-        engine = self.engine
-        if engine.policy is None and engine.drafter is not None and self._measurable:
-            idle = engine.idle
-            engine.policy = calibration.policy_of(
-                engine.target, engine.drafter, self.drafter_folder, idle=idle
-            )
-            # A short context, or little memory: requests that fit are served all the same.
-            self._measurable = engine.policy is not None or not idle
-        return engine.policy is not None
+            engine = self.engine
+            if engine.policy is None and engine.drafter is not None and self._measurable:
+                idle = engine.idle
+                engine.policy = calibration.policy_of(
+                    engine.target, engine.drafter, self.drafter_folder, idle=idle
+                )
+                # A short context, or little memory: requests that fit are served all the same.
+                self._measurable = engine.policy is not None or not idle
+            return engine.policy is not None
 
     def _abandon(self, error: BaseException | None) -> None:
         for sequence in self.engine.sequences:

@@ -150,7 +150,7 @@ def test_a_second_turn_is_the_same_with_and_without_the_store(family, kind, temp
         engine.close()
     (plain, trees), (reused, same) = turns.values()
     # The last token of an answer was never processed.
-    assert (plain.cached_tokens, reused.cached_tokens) == (0, 45 + 20 - 1)
+    assert (plain.stats.cached_tokens, reused.stats.cached_tokens) == (0, 45 + 20 - 1)
     assert reused.stats.as_dict()["cached_tokens"] == 64
     assert reused.tokens == plain.tokens
     for one, other in zip(plain.logprobs, reused.logprobs, strict=True):
@@ -166,7 +166,7 @@ def test_of_a_known_prompt_only_the_last_token_is_processed_again():
     sequences = [engine.add(prompt, SamplingParams(seed=3, max_tokens=12)) for _ in range(3)]
     while not engine.idle:
         engine.step()
-    assert [s.cached_tokens for s in sequences] == [0, 29, 29]
+    assert [s.stats.cached_tokens for s in sequences] == [0, 29, 29]
     assert sequences[0].tokens == sequences[1].tokens == sequences[2].tokens
 
 

@@ -28,6 +28,7 @@ from ddtree.policy import AutoBudget, AutoMethod, Choice, Policy, Request
 from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
+from ddtree.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Engine:
         prefix_bytes: memory for the prefix cache; 0 for none. Targets with caches of their own have none.
 
     Attributes:
+        members: names of the drafters that requests may choose from.
         listener: called after each round, within `step`; it must be cheap.
         prefixes: the prefix cache, or None.
 
@@ -80,24 +82,23 @@ class Engine:
         cache_bytes: int | None = None,
         prefix_bytes: int = 0,
     ) -> None:
-        if max_rows < 1 or prefill_chunk < 1:
-            raise ConfigError(f"max_rows={max_rows} and prefill_chunk={prefill_chunk} must be at least 1")
-        if prefix_bytes < 0:
-            raise ConfigError(f"prefix_bytes={prefix_bytes} must be at least 0")
+        self.max_rows = max_rows
+        self.prefill_chunk = prefill_chunk
+        self.cache_bytes = cache_bytes
+        self.prefix_bytes = prefix_bytes
+        for name, least in (("max_rows", 1), ("prefill_chunk", 1), ("prefix_bytes", 0)):
+            value = check_whole(name, getattr(self, name))
+            if value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}")
+        if cache_bytes is not None:
+            check_whole("cache_bytes", cache_bytes)
         claim(drafter, self)
         self.target = target
         self.drafter = drafter
-        self.max_rows = max_rows
-        self.prefill_chunk = prefill_chunk
-        self._bounds: dict[str, Any] = {
-            "max_rows": max_rows,
-            "prefill_chunk": prefill_chunk,
-            "cache_bytes": cache_bytes,
-            "prefix_bytes": prefix_bytes,
-        }
         self.clock = Clock()
         self.listener: Callable[[Round], None] | None = None
         self._planner = Planner(target, drafter, self.clock)
+        self.members = self._planner.members
         self._stepping = False
         self._closed = ""
         self._cache: Any = target.new_cache()
@@ -125,11 +126,6 @@ class Engine:
     @policy.setter
     def policy(self, policy: Policy | None) -> None:
         self._planner.policy = policy
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Names of the drafters that requests may choose from."""
-        return self._planner.members
 
     @property
     def waiting(self) -> deque[Sequence]:
@@ -250,7 +246,8 @@ class Engine:
 
     def renewed(self, drafter: Drafter | None) -> Engine:
         """Make a new engine on the same target within the same bounds, for when this one is closed."""
-        return Engine(self.target, drafter, **self._bounds)
+        names = ("max_rows", "prefill_chunk", "cache_bytes", "prefix_bytes")
+        return Engine(self.target, drafter, **{name: getattr(self, name) for name in names})
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
@@ -292,7 +289,9 @@ class Engine:
                 lambda row, node, prefix: rows[row].choose(logits[row, node], prefix),
             )
             for row, sequence in enumerate(rows):
-                paths[row], tokens[row] = self._emit(sequence, paths[row], tokens[row], logits[row])
+                count = sequence.extend(tokens[row], (logits[row, node] for node in paths[row]))
+                if count < len(tokens[row]):  # what follows the end of the answer is left out
+                    paths[row], tokens[row] = paths[row][:count], tokens[row][:count]
         with self.clock("commit"):
             self._cache.commit(paths)
             self._observe(paths, bonus, tokens, features)
@@ -312,13 +311,6 @@ class Engine:
             # The walk needs the logits at once; waiting here gives verification and walk their own times.
             torch.accelerator.synchronize(self.target.device)
         return forward.logits, forward.features
-
-    def _emit(
-        self, sequence: Sequence, path: list[int], tokens: list[int], logits: Tensor
-    ) -> tuple[list[int], list[int]]:
-        """Give a sequence its new tokens; return path and tokens up to the end of its answer."""
-        count = sequence.extend(tokens, (logits[node] for node in path))
-        return (path, tokens) if count == len(tokens) else (path[:count], tokens[:count])
 
     def _observe(
         self, paths: list[list[int]], bonus: list[int], tokens: list[list[int]], features: Tensor | None
