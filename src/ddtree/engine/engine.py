@@ -279,7 +279,8 @@ class Engine:
         rows, before = list(self.running), dict(self.clock.seconds)
         bonus = [row.tokens[-1] for row in rows]
         with self.clock("draft"):
-            plan = self._planner.plan(rows, self._max_draft_nodes())
+            most = MAX_BUDGET if self._budget is None else self._budget.max_draft_nodes(self._cache.lengths)
+            plan = self._planner.plan(rows, most)
         with self.clock("verify"):
             logits, features = self._verify(plan.tree, wait=plan.decided)
         with self.clock("walk"):
@@ -363,23 +364,16 @@ class Engine:
         sequence = prefill.sequence
         row = self._cache.take(prefill.cache)
         self.running.append(sequence)
-        if self.drafter:
-            self.drafter.add_row()
         if self.prefixes is not None:
             features = [part for _, part in prefill.observed if part is not None]
             prompt = sequence.tokens[: sequence.prompt_length]
             self.prefixes.add_row(prompt, partial(self._cache.read, row), features)
         if self.drafter:
+            self.drafter.add_row()
             for tokens, own in prefill.observed:
                 self.drafter.observe(row, tokens, own)
         token = sequence.choose(logits, sequence.tokens)
         sequence.extend([] if token is None else [token], [logits])
-
-    def _max_draft_nodes(self) -> int:
-        """Return how many drafted nodes there is room for in a row."""
-        if self._budget is None:
-            return MAX_BUDGET
-        return self._budget.max_draft_nodes(max(self._cache.lengths))
 
     def _leave(self) -> None:
         """Free the rows of ended sequences; the last row takes a freed one's place."""

@@ -180,7 +180,7 @@ class Planner:
             min(choice.budget, most),
             max(0, min(text.request.depth, room, text.left - 1)),
             choice.arm.method == "chain",
-            None if text.sampler.greedy else text.sampler.noise,
+            None if text.sampler.params.greedy else text.sampler.noise,
             text.sampler.params.temperature,
             choice.floor,
             choice.arm.members,

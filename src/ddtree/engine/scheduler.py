@@ -98,11 +98,11 @@ class KVBudget:
         for holding in self._drafters:
             holding.confine(self._rows, self._longest)
 
-    def max_draft_nodes(self, longest: int) -> int:
-        """Return how many drafted nodes each row has room for, where the longest row has `longest` committed tokens."""
+    def max_draft_nodes(self, lengths: list[int]) -> int:
+        """Return how many drafted nodes each row has room for; `lengths` are the rows' committed tokens."""
         _, columns = self._target.shape(self._rows, self._longest)
         # Recorded passes (CUDA graphs) pad a tree by up to half of its nodes.
-        return (columns - longest) * 2 // 3 - 1
+        return (columns - max(lengths)) * 2 // 3 - 1
 
     def _longest_of(self, texts: list[tuple[int, int]]) -> int:
         return max(min(prompt + answer, self._most) for prompt, answer in texts)

@@ -25,8 +25,8 @@ MAX_POSITION = 2**31
 _WORD = 2**64 - 1
 # Constants of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014).
 _GAMMA = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
+_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT = 31
 _BLOCK = 32768
 _ROWS_KEPT = 32
 
@@ -38,9 +38,17 @@ def _signed(word: int) -> int:
 
 def _mix(word: Any) -> Any:
     """Return SplitMix64's finalizer of a Python int, or of each of an array of uint64, modulo 2**64."""
-    word = ((word ^ (word >> _SHIFTS[0])) * _MULTIPLIERS[0]) & _WORD
-    word = ((word ^ (word >> _SHIFTS[1])) * _MULTIPLIERS[1]) & _WORD
-    return word ^ (word >> _SHIFTS[2])
+    for shift, multiplier in _STEPS:
+        word = ((word ^ (word >> shift)) * multiplier) & _WORD
+    return word ^ (word >> _LAST_SHIFT)
+
+
+def _mix_(words: Tensor, scratch: Tensor) -> None:
+    """`_mix` on int64 words, in place; integer arithmetic wraps, so every device gives the same bits."""
+    for shift, multiplier in _STEPS:
+        _shift_xor_(words, shift, scratch)
+        words.mul_(_signed(multiplier))
+    _shift_xor_(words, _LAST_SHIFT, scratch)
 
 
 def _shift_xor_(words: Tensor, bits: int, scratch: Tensor) -> None:
@@ -48,15 +56,6 @@ def _shift_xor_(words: Tensor, bits: int, scratch: Tensor) -> None:
     torch.bitwise_right_shift(words, bits, out=scratch)
     scratch.bitwise_and_((1 << (64 - bits)) - 1)
     words.bitwise_xor_(scratch)
-
-
-def _mix_(words: Tensor, scratch: Tensor) -> None:
-    """`_mix` on int64 words, in place; integer arithmetic wraps, so every device gives the same bits."""
-    _shift_xor_(words, _SHIFTS[0], scratch)
-    words.mul_(_signed(_MULTIPLIERS[0]))
-    _shift_xor_(words, _SHIFTS[1], scratch)
-    words.mul_(_signed(_MULTIPLIERS[1]))
-    _shift_xor_(words, _SHIFTS[2], scratch)
 
 
 def _gumbel_(words: Tensor, scratch: Tensor, real: Tensor, out: Tensor) -> None:

@@ -24,34 +24,6 @@ GREEDY_BELOW = 1e-5
 MAX_TOKEN = 2**31 - 1
 
 
-_INTEGERS = {
-    "top_k": (-1, MAX_TOKEN),
-    "max_tokens": (1, MAX_TOKEN),
-    "min_tokens": (0, MAX_TOKEN),
-    "seed": (0, MAX_SEED - 1),
-    "logprobs": (0, 1000),
-    "prompt_logprobs": (0, 1000),
-}
-_OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
-_FOR_NONE = {
-    "top_k": 0,
-    "logit_bias": {},
-    "bad_words": (),
-    "stop_token_ids": (),
-    "stop": (),
-    "processors": (),
-}
-_REALS = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-3, 1e3),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
-_SWITCHES = ("include_stop", "ignore_eos", "skip_special_tokens")
-
-
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     if not is_whole(value):
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
@@ -82,8 +54,8 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     )
 
 
-def _stop_strings(value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(_items("stop", value, "strings"))
+def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(_items(name, value, "strings"))
     for string in strings:
         if not isinstance(string, str):
             raise ConfigError(f"stop must be a string or a list of strings, not {string!r}")
@@ -92,7 +64,8 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     return strings
 
 
-def _logit_bias(value: Any) -> dict[int, float]:
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"logit_bias must map token ids to numbers, not {value!r}")
     bias: dict[int, float] = {}
@@ -106,22 +79,22 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return bias
 
 
-def _bad_words(value: Any) -> tuple[tuple[int, ...], ...]:
+def _bad_words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     words = []
-    for word in _items("bad_words", value, "token id lists"):
+    for word in _items(name, value, "token id lists"):
         if isinstance(word, str):
             raise ConfigError(
                 f"bad_words takes token ids, not {word!r}; convert it with ddtree.engine.detokenizer.bad_word_ids"
             )
-        ids = _token_ids("bad_words", word)
+        ids = _token_ids(name, word)
         if not ids:
             raise ConfigError("bad_words contains an empty list; leave it out")
         words.append(ids)
     return tuple(words)
 
 
-def _processors(value: Any) -> tuple[Processor, ...]:
-    processors = tuple(_items("processors", value, "functions (prefix ids, logits) -> logits"))
+def _processors(name: str, value: Any) -> tuple[Processor, ...]:
+    processors = tuple(_items(name, value, "functions (prefix ids, logits) -> logits"))
     for processor in processors:
         if not callable(processor):
             raise ConfigError(
@@ -130,12 +103,38 @@ def _processors(value: Any) -> tuple[Processor, ...]:
     return processors
 
 
-_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, not {value!r}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": partial(_real, low=0.0, high=100.0),
+    "top_k": partial(_integer, low=-1, high=MAX_TOKEN),
+    "top_p": partial(_real, low=0.0, high=1.0),
+    "min_p": partial(_real, low=0.0, high=1.0),
+    "repetition_penalty": partial(_real, low=1e-3, high=1e3),
+    "presence_penalty": partial(_real, low=-2.0, high=2.0),
+    "frequency_penalty": partial(_real, low=-2.0, high=2.0),
     "logit_bias": _logit_bias,
     "bad_words": _bad_words,
-    "stop_token_ids": partial(_token_ids, "stop_token_ids"),
+    "min_tokens": partial(_integer, low=0, high=MAX_TOKEN),
+    "stop_token_ids": _token_ids,
     "stop": _stop_strings,
+    "include_stop": _switch,
+    "max_tokens": partial(_integer, low=1, high=MAX_TOKEN),
+    "seed": partial(_integer, low=0, high=MAX_SEED - 1),
+    "logprobs": partial(_integer, low=0, high=1000),
+    "prompt_logprobs": partial(_integer, low=0, high=1000),
+    "ignore_eos": _switch,
+    "skip_special_tokens": _switch,
     "processors": _processors,
+}
+_FOR_NONE = {
+    "top_k": 0,
+    **dict.fromkeys(("bad_words", "stop_token_ids", "stop", "processors"), ()),
+    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs"), None),
 }
 
 
@@ -202,21 +201,13 @@ class SamplingParams:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        given = {name: _FOR_NONE.get(name) if value is None else value for name, value in vars(self).items()}
-        checked: dict[str, Any] = {name: _real(name, given[name], *bounds) for name, bounds in _REALS.items()}
-        for name, (low, high) in _INTEGERS.items():
-            if given[name] is not None or name not in _OPTIONAL:
-                checked[name] = _integer(name, given[name], low, high)
-        checked["top_k"] = max(0, checked["top_k"])
-        if checked["min_tokens"] > checked["max_tokens"]:
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            kept = _FOR_NONE[name] if value is None and name in _FOR_NONE else check(name, value)
+            object.__setattr__(self, name, kept)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
-        for name, check in _COLLECTIONS.items():
-            checked[name] = check(given[name])
-        for name in _SWITCHES:
-            if not isinstance(given[name], bool):
-                raise ConfigError(f"{name} must be true or false, not {given[name]!r}")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:

@@ -67,11 +67,6 @@ class Sampler:
                 params, prompt_length, vocab_size, self.stop_ids, torch.device(device)
             )
 
-    @property
-    def greedy(self) -> bool:
-        """Whether choices are made without noise."""
-        return self.params.greedy
-
     @torch.inference_mode()
     def choose(self, logits: Tensor, prefix: list[int], committed: int = 0) -> int:
         """Choose the token at position len(prefix).

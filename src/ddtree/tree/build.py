@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush, heapreplace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -322,8 +322,7 @@ def _union(trees: list[DraftTree], budget: int) -> DraftTree:
     for tree in trees:
         # The place in the union of each node of this tree.
         own = [0]
-        columns = (tree.tokens, tree.parents, tree.depths, tree.logprobs)
-        for token, parent, depth, score in list(zip(*(c[0].tolist() for c in columns), strict=True))[1:]:
+        for token, parent, depth, score in list(zip(*(c[0].tolist() for c in tree.columns), strict=True))[1:]:
             key = (own[parent], token)
             place = seen.setdefault(key, len(tokens))
             if place == len(tokens):
@@ -336,15 +335,7 @@ def _union(trees: list[DraftTree], budget: int) -> DraftTree:
             own.append(place)
     order = [0, *sorted(range(1, len(tokens)), key=lambda node: (-scores[node], depths[node]))[:budget]]
     places = {node: place for place, node in enumerate(order)}
+    columns: tuple[list[Any], ...] = (tokens, [places.get(parent) for parent in parents], depths, scores)
     device = trees[0].tokens.device
-
-    def column(values: list[int] | list[float]) -> Tensor:
-        return torch.tensor([values], device=device)
-
-    return DraftTree(
-        column([tokens[node] for node in order]),
-        column([places[parents[node]] for node in order]),
-        column([depths[node] for node in order]),
-        column([scores[node] for node in order]),
-        [len(order)],
-    )
+    picked = (torch.tensor([[column[node] for node in order]], device=device) for column in columns)
+    return DraftTree.of(picked, [len(order)])
