@@ -297,7 +297,6 @@ def test_stop_strings_equal_a_plain_search(least: int) -> None:
         pieces = stream(detokenizer, ids)
         assert "".join(pieces) == detokenizer.text == want
         assert (detokenizer.kept, detokenizer.stop_string) == (kept, stop)
-        assert detokenizer.stopped is (stop is not None)
         hits += stop is not None
         with_stop = Detokenizer(tokenizer, stops, include_stop=True, min_tokens=least)
         stream(with_stop, ids)
@@ -322,13 +321,13 @@ def test_a_stop_string_over_several_tokens_is_never_shown() -> None:
 def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
     pieces, detokenizer, _ = run("one ##ENE## two ##EN", ["##END##"])
     assert "".join(pieces) == "one ##ENE## two ##EN"
-    assert not detokenizer.stopped
+    assert detokenizer.stop_string is None
 
 
 def test_a_stop_string_at_the_very_start_leaves_nothing() -> None:
     pieces, detokenizer, _ = run("xyz rest", ["xyz"])
     assert "".join(pieces) == ""
-    assert detokenizer.stopped
+    assert detokenizer.stop_string
     assert detokenizer.kept == 3
 
 

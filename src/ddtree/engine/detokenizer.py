@@ -99,11 +99,6 @@ class Detokenizer:
         self._taken = 0
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
-        return self.stop_string is not None
-
-    @property
     def text(self) -> str:
         """All text that is final so far."""
         return "".join(self._pieces)
@@ -119,7 +114,7 @@ class Detokenizer:
 
         A token that is not `visible` (a stop token) counts and has no text.
         """
-        if self.stopped:
+        if self.stop_string is not None:
             return True
         self.kept += 1
         if not visible or self._is_hidden(token):
@@ -133,11 +128,11 @@ class Detokenizer:
 
     def finish(self) -> None:
         """Make all text final, as no token follows: incomplete characters become U+FFFD."""
-        if self.stopped:
+        if self.stop_string is not None:
             return
         if self._window:
             self._settle(last=True)
-        if not self.stopped:
+        if self.stop_string is None:
             self._give(self._held)
         self._held = ""
 
@@ -173,7 +168,7 @@ class Detokenizer:
             cut = end - (0 if self._include_stop else len(self.stop_string))
             self._held = ""
         self._give(held[:cut])
-        return self.stopped
+        return hit is not None
 
     def _give(self, text: str) -> None:
         if text:

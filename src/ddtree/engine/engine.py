@@ -404,7 +404,8 @@ class Engine:
             if sequence.finish_reason is None:
                 sequence.error = error if isinstance(error, Exception) else None
                 sequence.finish("error" if sequence.error else "cancelled")
-        self._scheduler.clear()
+        self.running.clear()
+        self._scheduler.finish_cancelled()
         self._cache = self.target.new_cache()
 
     def _check_open(self) -> None:

@@ -125,7 +125,7 @@ class PrefixStore:
         # A row keeps the features of its answer only; those of its prompt may have been dropped.
         if count == 0 or (self._features and sum(map(len, features)) < count):
             return
-        own = _last(features, count) if self._features else None
+        own = torch.cat(features)[-count:] if self._features else None
         new = Part(tokens[start:], read(start, len(tokens)), own)
         if not self._make_room(new.bytes, {id(node) for node, _ in path}):
             return
@@ -181,17 +181,6 @@ class PrefixStore:
             node = open_nodes.pop()
             open_nodes += node.children.values()
             yield node
-
-
-def _last(parts: list[Tensor], count: int) -> Tensor:
-    """Join the last `count` rows of tensors [n, ...], in memory of their own."""
-    kept = []
-    for part in reversed(parts):
-        if count <= 0:
-            break
-        kept.append(part[-count:])
-        count -= len(part)
-    return torch.cat(kept[::-1])
 
 
 def _owned(tensor: Tensor) -> Tensor:

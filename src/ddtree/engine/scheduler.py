@@ -235,9 +235,3 @@ class Scheduler:
         if self.prefill is not None and self.prefill.sequence.finish_reason is not None:
             self.prefill = None
         self.waiting = deque(one for one in self.waiting if one.finish_reason is None)
-
-    def clear(self) -> None:
-        """Forget all sequences."""
-        self.running.clear()
-        self.waiting.clear()
-        self.prefill = None

@@ -59,8 +59,8 @@ class TargetModel(TargetWeights, Protocol):
     """A model whose output must not change, with the operations that decoding needs.
 
     Its caches hold R packed rows: rows are 0..R-1, and the last row takes the place of a dropped one. The engine uses
-    what `KVCache` and `NativeCache` have in common: `lengths`, `rows`, `used_bytes`, `reserved_bytes`, `add_row`,
-    `drop_row`, `take` and `commit`.
+    what `KVCache` and `NativeCache` have in common: `rows`, `used_bytes`, `reserved_bytes`, `add_row`, `drop_row`,
+    `take` and `commit`.
 
     Attributes:
         model: the transformers model.

@@ -58,16 +58,13 @@ def _shift_xor_(words: Tensor, bits: int, scratch: Tensor) -> None:
     words.bitwise_xor_(scratch)
 
 
-def _gumbel_(words: Tensor, scratch: Tensor, real: Tensor, out: Tensor) -> None:
-    """Fill `out` (float32) from int64 `words`; that, `scratch` (int64) and `real` (float64) are used up."""
-    _mix_(words, scratch)
+def _gumbel(words: Tensor) -> Tensor:
+    """Return float32 noise of int64 words, which are used up."""
+    _mix_(words, torch.empty_like(words))
     words.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
     # Odd multiples of 2**-53 are exact in float64 and never 0 or 1, so both logarithms are finite.
     words.bitwise_or_(1)
-    real.copy_(words).mul_(2.0**-53)
-    real.log_().neg_().log_()
-    torch.neg(real, out=real)
-    out.copy_(real)
+    return words.double().mul_(2.0**-53).log_().neg_().log_().neg_().float()
 
 
 @lru_cache(maxsize=8)
@@ -108,7 +105,6 @@ class Noise:
         self._compute = torch.device("cpu") if self.device.type == "mps" else self.device
         self._rows: OrderedDict[int, Tensor] = OrderedDict()
         self._stream = _mix((seed + _GAMMA) & _WORD)
-        self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
 
     def gumbel(self, position: int, tokens: Tensor | None = None) -> Tensor:
         """Noise at an absolute position (prompt tokens count).
@@ -130,11 +126,15 @@ class Noise:
         if not 0 <= position < MAX_POSITION:
             raise ConfigError(f"position must be from 0 to 2**31 - 1, not {position}")
         key = _signed(self._key(position))
-        # Rows outlive the caller's inference mode, and the buffers are written again outside of it.
+        # Rows outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             if tokens is not None:
-                return self._subset(key, tokens)
-            row = self._row(key)
+                words = tokens.to(self._compute, torch.int64) * _signed(_GAMMA) + key
+                return _gumbel(words).to(self.device)
+            words = _token_words(self.vocab_size, self._compute)
+            # On the CPU a block of the work buffers stays in the cache; a GPU wants few launches.
+            parts = words.split(_BLOCK if self._compute.type == "cpu" else self.vocab_size)
+            row = torch.cat([_gumbel(part + key) for part in parts]).to(self.device)
         self._rows[position] = row
         if len(self._rows) > _ROWS_KEPT:
             self._rows.popitem(last=False)
@@ -148,32 +148,6 @@ class Noise:
 
     def _key(self, position: int) -> int:
         return _mix((self._stream + (position + 1) * _GAMMA) & _WORD)
-
-    def _row(self, key: int) -> Tensor:
-        token_words = _token_words(self.vocab_size, self._compute)
-        out = torch.empty(self.vocab_size, dtype=torch.float32, device=self._compute)
-        # On the CPU a block of the three work buffers stays in the cache; a GPU wants
-        # few launches.
-        block = min(self.vocab_size, _BLOCK) if self._compute.type == "cpu" else self.vocab_size
-        if self._buffers is None:
-            self._buffers = (
-                torch.empty(block, dtype=torch.int64, device=self._compute),
-                torch.empty(block, dtype=torch.int64, device=self._compute),
-                torch.empty(block, dtype=torch.float64, device=self._compute),
-            )
-        for start in range(0, self.vocab_size, block):
-            part = token_words[start : start + block]
-            words, scratch, real = (buffer[: part.numel()] for buffer in self._buffers)
-            torch.add(part, key, out=words)
-            _gumbel_(words, scratch, real, out[start : start + block])
-        return out.to(self.device)
-
-    def _subset(self, key: int, tokens: Tensor) -> Tensor:
-        words = tokens.to(self._compute, torch.int64) * _signed(_GAMMA)
-        words += key
-        out = torch.empty(words.shape, dtype=torch.float32, device=self._compute)
-        _gumbel_(words, torch.empty_like(words), torch.empty_like(words, dtype=torch.float64), out)
-        return out.to(self.device)
 
 
 PLAIN = (0.0, 1.0)

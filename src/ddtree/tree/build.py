@@ -85,14 +85,39 @@ def best_first(
 
 
 def _by_heap(bonus: int, names: list[list[int]], costs: list[list[int]], budget: int) -> DraftTree:
-    """Build one row's tree from candidates and their costs, by level and rank: quicker on a CPU than tensors."""
-    levels, ranks, totals, parents = pop_order(costs, budget)
+    """Build one row's tree on the CPU, where a heap is quicker than tensors: the cheapest prefixes, in order.
+
+    Prefixes come by cost, then level, rank, and the parent's place.
+
+    Args:
+        bonus: the root's token.
+        names: token of each candidate by level and rank.
+        costs: cost of each candidate, ascending along the ranks.
+        budget: most prefixes.
+    """
+    # Cost, depth, rank, and the parent's place in the tree.
+    nodes = [(0, 0, 0, 0)]
+    heap = [(costs[0][0], 1, 0, 0)] if costs else []
+    for node in range(1, budget + 1):
+        if not heap or heap[0][0] >= ABSENT:
+            break
+        nodes.append(heap[0])
+        cost, depth, rank, parent = heap[0]
+        row = costs[depth - 1]
+        if rank + 1 < len(row):
+            heapreplace(heap, (cost - row[rank] + row[rank + 1], depth, rank + 1, parent))
+        else:
+            heappop(heap)
+        if depth < len(costs):
+            heappush(heap, (cost + costs[depth][0], depth + 1, 0, node))
+    totals, depths, ranks, parents = zip(*nodes, strict=True)
+    tokens = [bonus, *(names[depth - 1][rank] for depth, rank in zip(depths[1:], ranks[1:], strict=True))]
     return DraftTree(
-        torch.tensor([[bonus, *(names[level][rank] for level, rank in zip(levels, ranks, strict=True))]]),
-        torch.tensor([[0, *parents]]),
-        torch.tensor([[0, *(level + 1 for level in levels)]]),
-        torch.tensor([[0.0, *(total * -UNIT for total in totals)]]),
-        [len(levels) + 1],
+        torch.tensor([tokens]),
+        torch.tensor([parents]),
+        torch.tensor([depths]),
+        torch.tensor([[-total * UNIT for total in totals]]),
+        [len(nodes)],
     )
 
 
@@ -116,44 +141,6 @@ class _MarginalScorer:
             self._tokens[:, depth - 1, None].expand(shape),
             self._logprobs[:, depth - 1, None].expand(shape),
         )
-
-
-def pop_order(steps: list[list[int]], budget: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Find the cheapest prefixes of one row, in order: by cost, then level, rank, and the parent's place.
-
-    Args:
-        steps: cost of each candidate by level and rank, ascending along the ranks.
-        budget: most prefixes.
-
-    Returns:
-        Level (from 0), rank and cost of each node, and its parent's place in the list, from 1; 0 for the root.
-    """
-    if budget == 0 or not steps:
-        return [], [], [], []
-    levels: list[int] = []
-    ranks: list[int] = []
-    costs: list[int] = []
-    parents: list[int] = []
-    deepest = len(steps) - 1
-    heap = [(steps[0][0], 0, 0, 0)]
-    for node in range(1, budget + 1):
-        cost, level, rank, parent = heap[0]
-        if cost >= ABSENT:
-            break
-        levels.append(level)
-        ranks.append(rank)
-        costs.append(cost)
-        parents.append(parent)
-        row = steps[level]
-        if rank + 1 < len(row):
-            heapreplace(heap, (cost - row[rank] + row[rank + 1], level, rank + 1, parent))
-        else:
-            heappop(heap)
-        if level < deepest:
-            heappush(heap, (cost + steps[level + 1][0], level + 1, 0, node))
-        elif not heap:
-            break
-    return levels, ranks, costs, parents
 
 
 class Scorer(Protocol):
