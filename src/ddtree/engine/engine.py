@@ -138,11 +138,6 @@ class Engine:
         return self._scheduler.running
 
     @property
-    def joining(self) -> Sequence | None:
-        """The sequence whose prompt is being processed."""
-        return None if self._scheduler.prefill is None else self._scheduler.prefill.sequence
-
-    @property
     def sequences(self) -> list[Sequence]:
         """All sequences that have not left: running, in prefill, waiting."""
         return self._scheduler.sequences

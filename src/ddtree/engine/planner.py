@@ -167,8 +167,7 @@ class Planner:
         self, plan: Plan, paths: list[list[int]], answers: list[list[int]], seconds: Mapping[str, float]
     ) -> None:
         """Tell the policy the outcome of a round: each row's accepted path, the tokens chosen along it, the time."""
-        if plan.decided:
-            assert self.policy is not None
+        if plan.decided and self.policy is not None:
             self.policy.learn(plan.tree, paths, answers, seconds)
 
     def _row(self, text: Text, choice: Choice, most: int) -> DraftRow:

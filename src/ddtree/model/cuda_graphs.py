@@ -96,7 +96,13 @@ class CudaGraphs:
         recorded = self._pass(cache, rows, padded, min(keys, cache.capacity), tree.tokens.device)
         recorded.fill(cache.lengths, tree)
         with cache.scattered(recorded.columns, recorded.visible.shape[2]):
-            logits, features = self._outputs(cache, recorded)
+            if recorded.outputs is not None and recorded.graph is not None:
+                recorded.graph.replay()
+                logits, features = recorded.outputs
+            else:
+                logits, features = self._forward(cache, recorded)
+                if self._record:
+                    self._make_graph(cache, recorded)
         return logits[:, :nodes], None if features is None else features[:, :nodes]
 
     def _pass(self, cache: KVCache, rows: int, nodes: int, keys: int, device: torch.device) -> _RecordedPass:
@@ -112,16 +118,6 @@ class CudaGraphs:
                 del passes[next(iter(passes))]
             passes[shape] = _RecordedPass(*shape, device)
         return passes[shape]
-
-    def _outputs(self, cache: KVCache, recorded: _RecordedPass) -> tuple[Tensor, Tensor | None]:
-        if recorded.graph is not None:
-            recorded.graph.replay()
-            assert recorded.outputs is not None
-            return recorded.outputs
-        outputs = self._forward(cache, recorded)
-        if self._record:
-            self._make_graph(cache, recorded)
-        return outputs
 
     def _forward(self, cache: KVCache, recorded: _RecordedPass) -> tuple[Tensor, Tensor | None]:
         seen = Visibility(recorded.visible, recorded.positions, recorded.key_positions, self._dtype)

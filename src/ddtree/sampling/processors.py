@@ -231,19 +231,15 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     total = (logits - peak).exp_().sum().double()
     # The leading few usually reach p; sorting everything is for flat distributions.
     for leading in (_LEADING, logits.numel()):
-        values = _descending(logits, leading)
+        if leading < logits.numel():
+            values = torch.topk(logits, leading).values
+        elif logits.device.type == "cpu":
+            # numpy sorts bare values some thirty times faster than torch sorts values with their indices.
+            values = torch.from_numpy(np.sort(logits.numpy())).flip(0)
+        else:
+            values = torch.sort(logits, descending=True).values
         cumulative = ((values - peak).double().exp_() / total).cumsum(dim=0)
         if float(cumulative[-1]) >= top_p:
             break
     count = min(int((cumulative < top_p).sum()) + 1, values.numel())
     return _first(logits, float(values[count - 1]), count)
-
-
-def _descending(logits: Tensor, leading: int) -> Tensor:
-    """Return the `leading` largest values (all, if there are fewer), descending."""
-    if leading < logits.numel():
-        return torch.topk(logits, leading).values
-    if logits.device.type == "cpu":
-        # numpy sorts bare values some thirty times faster than torch sorts values with their indices.
-        return torch.from_numpy(np.sort(logits.numpy())).flip(0)
-    return torch.sort(logits, descending=True).values

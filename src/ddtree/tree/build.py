@@ -292,11 +292,8 @@ def merge(trees: list[DraftTree], budgets: list[int]) -> DraftTree:
     if not trees:
         raise ConfigError("trees=[] holds no tree to merge: give at least one")
     roots = trees[0].tokens[:, 0].tolist()
-    for tree in trees[1:]:
-        if tree.tokens[:, 0].tolist() != roots:
-            raise ConfigError(
-                "the trees to merge have different roots: give trees drafted from the same rows"
-            )
+    if any(tree.tokens[:, 0].tolist() != roots for tree in trees):
+        raise ConfigError("the trees to merge have different roots: give trees drafted from the same rows")
     check_each("budgets", budgets, len(roots), 0, MAX_BUDGET)
     rows = [_union([tree.row(row) for tree in trees], budget) for row, budget in enumerate(budgets)]
     return DraftTree.stack(rows)
