@@ -157,7 +157,9 @@ class Decoding:
         whole, start = example.tokens.tolist(), example.answer_start
         sampler = Sampler(params, self.target.vocab_size, (), prompt_length=start)
         cell = self.cell
-        request = self.planner.request(cell.method, cell.budget, MAX_DEPTH, cell.members, not sampler.greedy)
+        request = self.planner.request(
+            cell.method, cell.budget, MAX_DEPTH, cell.members, not sampler.params.greedy
+        )
         text = Reading(whole, whole[: start + 1], request, sampler)
         seconds, rounds, nodes, arms = 0.0, 0, 0, Counter[str]()
         self.drafter.add_row()

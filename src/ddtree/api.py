@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, overload
 
 import torch
@@ -74,15 +73,6 @@ def load(
             With "auto" or "none" such a target is decoded autoregressively.
         ConfigError: an argument is out of range.
     """
-    bounds: dict[str, Any] = {
-        "max_rows": max_rows,
-        "prefill_chunk": prefill_chunk,
-        "cache_bytes": cache_bytes,
-        "prefix_bytes": prefix_bytes,
-    }
-    for name, value in {**bounds, "max_context": max_context}.items():
-        if value is not None or name not in ("cache_bytes", "max_context"):
-            check_whole(name, value)
     if isinstance(target, torch.nn.Module):
         if device is not None or dtype is not None:
             raise ConfigError(
@@ -93,17 +83,23 @@ def load(
     else:
         model, own = load_causal_lm(target, device, dtype)
         tokenizer = tokenizer or own
-    automatic = isinstance(drafter, str) and drafter == "auto"
-    plain = drafter is None or (isinstance(drafter, str) and drafter == "none")
+    verifier: Any
     try:
         verifier = Target(model, tokenizer, max_context=max_context)
     except UnsupportedModelError:
-        if automatic or plain:
-            return Model(Engine(AutoregressiveTarget(model, tokenizer, max_context), None, **bounds))
-        raise
-    if automatic:
+        if drafter not in ("auto", "none", None):
+            raise
+        verifier, drafter = AutoregressiveTarget(model, tokenizer, max_context), None
+    if drafter == "auto":
         drafter = _automatic(target)
-    engine = Engine(verifier, load_drafter(drafter, verifier), **bounds)
+    engine = Engine(
+        verifier,
+        load_drafter(drafter, verifier),
+        max_rows=max_rows,
+        prefill_chunk=prefill_chunk,
+        cache_bytes=cache_bytes,
+        prefix_bytes=prefix_bytes,
+    )
     return Model(engine, drafter_folder=folder_of(drafter))
 
 
@@ -277,9 +273,7 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _params(self, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
@@ -293,24 +287,22 @@ class Model:
             )
         words = sampling.get("bad_words")
         if isinstance(words, Iterable) and not isinstance(words, Mapping | bytes):
-            words = [words] if isinstance(words, str) else list(words)
-            if any(isinstance(word, str) for word in words):
-                words = self._bad_words(words)
-            sampling = {**sampling, "bad_words": words}
+            words = [words] if isinstance(words, str) else words
+            sampling = {**sampling, "bad_words": [ids for word in words for ids in self._spelled(word)]}
         chosen = replace(params or SamplingParams(max_tokens=MAX_TOKENS), **sampling)
         if chosen.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: use stop_token_ids, or load with tokenizer=...")
         return chosen
 
-    def _bad_words(self, words: Any) -> list[Any]:
+    def _spelled(self, word: Any) -> Iterable[Any]:
+        """Return the token ids of the spellings of a bad word; what is no text as it is."""
+        if not isinstance(word, str):
+            return [word]
         if self.tokenizer is None:
             raise ConfigError(
                 "bad_words as strings need a tokenizer: give token ids, or load with tokenizer=..."
             )
-        ids: list[Any] = []
-        for word in words:
-            ids += bad_word_ids(self.tokenizer, [word]) if isinstance(word, str) else [word]
-        return ids
+        return bad_word_ids(self.tokenizer, [word])
 
     def _add(
         self, ids: list[int], params: SamplingParams, method: AutoMethod, budget: AutoBudget, depth: int
@@ -351,18 +343,15 @@ class Model:
         Nothing can be measured while sequences are running, nor where the context or memory is too small.
         """
         with self._lock:
-            return self._prepare()
-
-    def _prepare(self) -> bool:
-        engine = self.engine
-        if engine.policy is None and engine.drafter is not None and self._measurable:
-            idle = engine.idle
-            engine.policy = calibration.policy_of(
-                engine.target, engine.drafter, self.drafter_folder, idle=idle
-            )
-            # A short context, or little memory: requests that fit are served all the same.
-            self._measurable = engine.policy is not None or not idle
-        return engine.policy is not None
+            engine = self.engine
+            if engine.policy is None and engine.drafter is not None and self._measurable:
+                idle = engine.idle
+                engine.policy = calibration.policy_of(
+                    engine.target, engine.drafter, self.drafter_folder, idle=idle
+                )
+                # A short context, or little memory: requests that fit are served all the same.
+                self._measurable = engine.policy is not None or not idle
+            return engine.policy is not None
 
     def _abandon(self, error: BaseException | None) -> None:
         for sequence in self.engine.sequences:
@@ -405,9 +394,7 @@ class Stream(Iterator[Piece]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -434,11 +421,9 @@ class Stream(Iterator[Piece]):
 def _automatic(target: Any) -> DrafterSpec:
     """Return the drafter to load where none was named."""
     if isinstance(target, str) and target == DEMO:
-        try:
+        with suppress(CheckpointError):
             demo_drafter()
             return DEMO
-        except CheckpointError:
-            pass
     return "lookup"
 
 

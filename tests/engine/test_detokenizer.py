@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, PythonBackend
 
-from ddtree.engine.detokenizer import Detokenizer, StopMatcher, bad_word_ids
+from ddtree.engine.detokenizer import Detokenizer, bad_word_ids, find_stop, possible_stop
 from ddtree.errors import ConfigError
 
 CORPUS = [
@@ -297,7 +297,6 @@ def test_stop_strings_equal_a_plain_search(least: int) -> None:
         pieces = stream(detokenizer, ids)
         assert "".join(pieces) == detokenizer.text == want
         assert (detokenizer.kept, detokenizer.stop_string) == (kept, stop)
-        assert detokenizer.stopped is (stop is not None)
         hits += stop is not None
         with_stop = Detokenizer(tokenizer, stops, include_stop=True, min_tokens=least)
         stream(with_stop, ids)
@@ -322,13 +321,13 @@ def test_a_stop_string_over_several_tokens_is_never_shown() -> None:
 def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
     pieces, detokenizer, _ = run("one ##ENE## two ##EN", ["##END##"])
     assert "".join(pieces) == "one ##ENE## two ##EN"
-    assert not detokenizer.stopped
+    assert detokenizer.stop_string is None
 
 
 def test_a_stop_string_at_the_very_start_leaves_nothing() -> None:
     pieces, detokenizer, _ = run("xyz rest", ["xyz"])
     assert "".join(pieces) == ""
-    assert detokenizer.stopped
+    assert detokenizer.stop_string
     assert detokenizer.kept == 3
 
 
@@ -401,32 +400,30 @@ def test_minimum_tokens_pass_stop_strings_over() -> None:
     assert detokenizer.text + "x" == whole(byte_level(), ids[: detokenizer.kept])
 
 
-def test_the_matcher_does_not_depend_on_how_the_text_is_cut() -> None:
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut() -> None:
     rng = random.Random(1)
     for _ in range(200):
         text = "".join(rng.choice("ab") for _ in range(40))
         stops = ["".join(rng.choice("ab") for _ in range(rng.randint(3, 7))) for _ in range(2)]
         ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
         want = (min(ends)[0], min(ends)[2]) if ends else None
-        matcher, done, found = StopMatcher(stops), 0, None
+        done, held, found = 0, "", None
         while done < len(text) and found is None:
-            step = rng.randint(1, 5)
-            hit = matcher.feed(text[done : done + step])
-            found = (done + hit[0], hit[1]) if hit else None
-            done += step
+            new = text[done : done + rng.randint(1, 5)]
+            hit = find_stop(held + new, len(held), stops)
+            found = (done - len(held) + hit[0], hit[1]) if hit else None
+            done += len(new)
             if found is None:
                 shown = text[:done]
-                partial = max(
-                    (n for stop in stops for n in range(len(stop)) if shown.endswith(stop[:n])), default=0
-                )
-                assert matcher.partial == partial
+                partial = max(n for stop in stops for n in range(len(stop)) if shown.endswith(stop[:n]))
+                assert possible_stop(held + new, stops) == partial
+                held = shown[done - partial :]
         assert found == want
 
 
 def test_a_stop_string_that_was_passed_over_may_begin_the_next() -> None:
-    matcher = StopMatcher(["aba"])
-    assert matcher.feed("aba", armed=False) is None
-    assert matcher.feed("ba") == (2, "aba")
+    assert possible_stop("aba", ["aba"]) == 1
+    assert find_stop("aba", 1, ["aba"]) == (3, "aba")
 
 
 # Bad words

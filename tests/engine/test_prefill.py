@@ -32,6 +32,12 @@ class Logged(Target):
         return super().verify(*args, **kwargs)
 
 
+def in_prefill(engine):
+    """The sequence whose prompt is being processed."""
+    prefill = engine._scheduler.prefill
+    return None if prefill is None else prefill.sequence
+
+
 def greedy(**changes):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": LENGTH, **changes})
 
@@ -87,7 +93,7 @@ def test_running_rows_wait_for_one_chunk_between_two_rounds(model, texts):
     joining = []
     while not engine.idle:
         engine.step()
-        joining.append(engine.joining)
+        joining.append(in_prefill(engine))
     assert target.log.startswith("p" + "vp" * (8 + 3))
     assert "pp" not in target.log
     assert joining.count(late[0]) == 2 * (8 - 1)
@@ -110,7 +116,7 @@ def test_while_nothing_runs_short_prompts_join_in_one_step(model, texts):
     sequences = [engine.add(PROMPTS[i], greedy()) for i in order]
     moved = [engine.step() for _ in range(3)]
     assert moved == [[], [], sequences[:3]] and target.log == "ppp" + "pp"
-    assert engine.joining is sequences[3] and engine.running == sequences[:3]
+    assert in_prefill(engine) is sequences[3] and engine.running == sequences[:3]
     finish(engine)
     assert [s.tokens for s in sequences] == [texts[i] for i in order]
 
@@ -131,11 +137,11 @@ def test_a_cancelled_joining_sequence_is_gone_at_once(model, texts, within):
     engine.step()
     engine.step()
     if not within:
-        assert engine.joining is late and engine.kv_bytes()[0] > 0
+        assert in_prefill(engine) is late and engine.kv_bytes()[0] > 0
         engine.cancel(late)
-        assert engine.joining is None
+        assert in_prefill(engine) is None
     engine.step()
-    assert (late.finish_reason, late.output, engine.joining) == ("cancelled", [], None)
+    assert (late.finish_reason, late.output, in_prefill(engine)) == ("cancelled", [], None)
     assert engine._cache.rows == 1
     finish(engine)
     assert first.tokens == texts[0]
@@ -166,7 +172,7 @@ def test_memory_that_runs_out_ends_the_joining_sequence_only(model, texts, monke
     finish(engine)
     assert late.finish_reason == "error" and isinstance(late.error, CacheMemoryError)
     assert first.tokens == texts[0]
-    assert engine._cache.rows == 0 and engine.joining is None
+    assert engine._cache.rows == 0 and in_prefill(engine) is None
 
 
 def test_a_growth_that_fails_leaves_the_running_rows_as_they_are(model, texts, monkeypatch):

@@ -5,8 +5,9 @@ import torch
 
 import tiny
 from ddtree.engine.engine import Engine
-from ddtree.engine.prefix_cache import PrefixStore, shared
+from ddtree.engine.prefix_cache import PrefixStore
 from ddtree.model.target import Target
+from ddtree.sampling.processors import common_length
 from ddtree.sampling.sampler import SamplingParams
 
 # Of a token below: two layers of keys and values of one head of 3 floats, and 2 features.
@@ -112,8 +113,8 @@ def test_an_answer_is_kept_behind_its_prompt_and_not_without_it():
     ("first", "second", "common"),
     [([], [], 0), ([1], [2], 0), ([1, 2], [1, 2, 3], 2), ([4, 5, 6], [4, 6], 1)],
 )
-def test_shared_counts_the_common_beginning(first, second, common):
-    assert shared(first, second) == shared(second, first) == common
+def test_the_length_of_the_common_beginning_is_counted(first, second, common):
+    assert common_length(first, second) == common_length(second, first) == common
 
 
 def decode(engine, prompt, **changes):
@@ -149,7 +150,7 @@ def test_a_second_turn_is_the_same_with_and_without_the_store(family, kind, temp
         engine.close()
     (plain, trees), (reused, same) = turns.values()
     # The last token of an answer was never processed.
-    assert (plain.cached_tokens, reused.cached_tokens) == (0, 45 + 20 - 1)
+    assert (plain.stats.cached_tokens, reused.stats.cached_tokens) == (0, 45 + 20 - 1)
     assert reused.stats.as_dict()["cached_tokens"] == 64
     assert reused.tokens == plain.tokens
     for one, other in zip(plain.logprobs, reused.logprobs, strict=True):
@@ -165,7 +166,7 @@ def test_of_a_known_prompt_only_the_last_token_is_processed_again():
     sequences = [engine.add(prompt, SamplingParams(seed=3, max_tokens=12)) for _ in range(3)]
     while not engine.idle:
         engine.step()
-    assert [s.cached_tokens for s in sequences] == [0, 29, 29]
+    assert [s.stats.cached_tokens for s in sequences] == [0, 29, 29]
     assert sequences[0].tokens == sequences[1].tokens == sequences[2].tokens
 
 

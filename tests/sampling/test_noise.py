@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddtree.errors import ConfigError
-from ddtree.sampling.noise import Noise, _gumbel_, couple
+from ddtree.sampling.noise import Noise, _gumbel, couple
 
 EULER = 0.5772156649015329
 
@@ -87,8 +87,9 @@ def test_order_of_calls_does_not_matter() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True))
 
 
-def test_a_row_is_made_once_while_it_is_remembered() -> None:
-    noise = Noise(1, 100, keep=4)
+def test_a_row_is_made_once_while_it_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddtree.sampling.noise._ROWS_KEPT", 4)
+    noise = Noise(1, 100)
     row = noise.gumbel(0)
     for position in (1, 2, 3):
         noise.gumbel(position)
@@ -100,15 +101,6 @@ def test_a_row_is_made_once_while_it_is_remembered() -> None:
         noise.gumbel(position)
     assert noise.gumbel(0) is not row
     assert torch.equal(noise.gumbel(2), before)
-
-
-def test_rows_stacks_positions() -> None:
-    noise = Noise(1, 100, keep=2)
-    rows = noise.rows([5, 7, 5, 9])
-    assert rows.shape == (4, 100)
-    assert torch.equal(rows[0], rows[2])
-    assert torch.equal(rows[3], Noise(1, 100).gumbel(9))
-    assert noise.rows([]).shape == (0, 100)
 
 
 def test_rows_made_in_inference_mode_serve_outside_of_it() -> None:
@@ -143,9 +135,7 @@ def test_tails_are_those_of_a_gumbel() -> None:
 
 def test_the_smallest_draw_is_finite() -> None:
     """The finalizer maps the word 0 to 0, which as a uniform draw would have no logarithm."""
-    words, out = torch.zeros(1, dtype=torch.int64), torch.empty(1)
-    _gumbel_(words, torch.empty_like(words), torch.empty(1, dtype=torch.float64), out)
-    assert out.item() == pytest.approx(-math.log(53 * math.log(2)))
+    assert _gumbel(torch.zeros(1, dtype=torch.int64)).item() == pytest.approx(-math.log(53 * math.log(2)))
 
 
 @pytest.mark.parametrize("lag", [1, 2, 8, 64, 1024])
@@ -227,7 +217,7 @@ class TestCouple:
     def scores(self) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         logq = torch.log_softmax(torch.randn(3, 50, generator=generator), -1)
-        return logq, Noise(1, 50).rows([4, 5, 6])
+        return logq, torch.stack([Noise(1, 50).gumbel(position) for position in (4, 5, 6)])
 
     def test_zero_and_one_is_the_plain_drafter(self) -> None:
         logq, noise = self.scores()

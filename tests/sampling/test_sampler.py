@@ -168,14 +168,14 @@ def test_counts_follow_a_growing_prefix_without_counting_it_again(monkeypatch: p
     from ddtree.sampling.processors import TokenCounts
 
     counted = 0
-    put = TokenCounts._put
+    replace = TokenCounts._replace
 
-    def spy(self: TokenCounts, token: int) -> None:
+    def spy(self: TokenCounts, old: list[int], new: list[int]) -> None:
         nonlocal counted
-        counted += 1
-        put(self, token)
+        counted += len(new)
+        replace(self, old, new)
 
-    monkeypatch.setattr(TokenCounts, "_put", spy)
+    monkeypatch.setattr(TokenCounts, "_replace", spy)
     sampler = make(1, prompt_length=1000, repetition_penalty=1.2, temperature=0)
     prefix = [v % VOCAB for v in range(1000)]
     sampler.choose(target(prefix), prefix)

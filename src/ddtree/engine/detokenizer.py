@@ -16,54 +16,36 @@ _CONTEXT = 4
 _WINDOW = 8
 
 
-class StopMatcher:
-    """Finds the stop string that is completed first in a text that comes in pieces, in time linear in it.
+def find_stop(text: str, known: int, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Find the stop string that is completed first after the first `known` characters of a text.
 
-    One Knuth-Morris-Pratt automaton a stop string. Of two strings completed by the same character the longer
-    is found, so the result does not depend on how the text is cut into pieces.
+    Of two strings completed by the same character the longer is found, so the result does not depend on how the text
+    is cut into pieces.
+
+    Returns:
+        The index after the stop string, and the stop string; None where none is complete.
     """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._links = [_failure_links(stop) for stop in self._stops]
-        self.states = [0] * len(self._stops)
-
-    @property
-    def partial(self) -> int:
-        """Characters at the end of the text that may be the beginning of a stop string."""
-        return max(self.states, default=0)
-
-    def feed(self, text: str, armed: bool = True) -> tuple[int, str] | None:
-        """Advance over `text`; (index after the stop string, stop string) once one is complete, else None.
-
-        Unless `armed`, complete stop strings are passed over.
-        """
-        for index, char in enumerate(text):
-            found: str | None = None
-            for which, (stop, links) in enumerate(zip(self._stops, self._links, strict=True)):
-                state = self.states[which]
-                while state and stop[state] != char:
-                    state = links[state]
-                if stop[state] == char:
-                    state += 1
-                if state == len(stop):
-                    state = links[state]
-                    found = found or stop
-                self.states[which] = state
-            if found and armed:
-                return index + 1, found
+    ends = []
+    for stop in stops:
+        at = text.find(stop, max(0, known + 1 - len(stop)))
+        if at >= 0:
+            ends.append((at + len(stop), -len(stop), stop))
+    if not ends:
         return None
+    end, _, stop = min(ends)
+    return end, stop
 
 
-def _failure_links(stop: str) -> list[int]:
-    """links[n]: length of the longest proper suffix of stop[:n] that is also its prefix."""
-    links = [0, 0]
-    for char in stop[1:]:
-        state = links[-1]
-        while state and stop[state] != char:
-            state = links[state]
-        links.append(state + (stop[state] == char))
-    return links
+def possible_stop(text: str, stops: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may be the beginning of a stop string."""
+    longest = 0
+    for stop in stops:
+        at = text.find(stop[0], max(0, len(text) + 1 - len(stop)))
+        while 0 <= at < len(text) - longest:
+            if stop.startswith(text[at:]):
+                longest = len(text) - at
+            at = text.find(stop[0], at + 1)
+    return longest
 
 
 class Detokenizer:
@@ -103,9 +85,9 @@ class Detokenizer:
         self._include_stop = include_stop
         self._skip_special = skip_special_tokens
         self._min_tokens = min_tokens
-        self._matcher = StopMatcher(stop) if stop else None
-        self._run_matcher: StopMatcher | None = StopMatcher(stop) if stop else None
+        self._stops = sorted(set(stop))
         self._run_bytes: codecs.IncrementalDecoder | None = None
+        self._run_text = ""
         self._in_run = False
         self._hidden: dict[int, bool] = {}
         self._bytes: dict[int, int | None] = {}
@@ -115,11 +97,6 @@ class Detokenizer:
         self._held = ""
         self._pieces: list[str] = []
         self._taken = 0
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
-        return self.stop_string is not None
 
     @property
     def text(self) -> str:
@@ -137,7 +114,7 @@ class Detokenizer:
 
         A token that is not `visible` (a stop token) counts and has no text.
         """
-        if self.stopped:
+        if self.stop_string is not None:
             return True
         self.kept += 1
         if not visible or self._is_hidden(token):
@@ -151,11 +128,11 @@ class Detokenizer:
 
     def finish(self) -> None:
         """Make all text final, as no token follows: incomplete characters become U+FFFD."""
-        if self.stopped:
+        if self.stop_string is not None:
             return
         if self._window:
             self._settle(last=True)
-        if not self.stopped:
+        if self.stop_string is None:
             self._give(self._held)
         self._held = ""
 
@@ -181,21 +158,17 @@ class Detokenizer:
             self._read += len(rest) - len(text)
 
     def _feed(self, text: str) -> bool:
-        if self._matcher is None:
-            self._give(text)
-            return False
-        hit = self._matcher.feed(text, self.kept >= self._min_tokens)
         held = self._held + text
+        hit = find_stop(held, len(self._held), self._stops) if self.kept >= self._min_tokens else None
         if hit is None:
-            cut = len(held) - self._matcher.partial
-            self._give(held[:cut])
+            cut = len(held) - possible_stop(held, self._stops)
             self._held = held[cut:]
-            return False
-        end, self.stop_string = hit
-        cut = len(self._held) + end - (0 if self._include_stop else len(self.stop_string))
+        else:
+            end, self.stop_string = hit
+            cut = end - (0 if self._include_stop else len(self.stop_string))
+            self._held = ""
         self._give(held[:cut])
-        self._held = ""
-        return True
+        return hit is not None
 
     def _give(self, text: str) -> None:
         if text:
@@ -203,12 +176,10 @@ class Detokenizer:
 
     def _extend_run(self, byte: int) -> bool:
         """Append to a run of byte tokens: its text is not final, yet a stop string in it ends it at once."""
-        if self._matcher is None or self._run_matcher is None:
-            return False
         if not self._in_run:
             self._in_run = True
             self._run_bytes = codecs.getincrementaldecoder("utf-8")()
-            self._run_matcher.states = list(self._matcher.states)
+            self._run_text = self._held
         if self._run_bytes is None:
             return False
         try:
@@ -217,7 +188,9 @@ class Detokenizer:
             # The run as a whole is invalid, and no character of it will be shown.
             self._run_bytes = None
             return False
-        if self._run_matcher.feed(text, self.kept >= self._min_tokens) is None:
+        known, held = len(self._run_text), self._run_text + text
+        self._run_text = held[len(held) - possible_stop(held, self._stops) :]
+        if self.kept < self._min_tokens or find_stop(held, known, self._stops) is None:
             return False
         return self._settle()
 

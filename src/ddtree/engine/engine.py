@@ -29,6 +29,7 @@ from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import Sampler, SamplingParams
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
+from ddtree.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Engine:
         prefix_bytes: memory for the prefix cache; 0 for none. Targets with caches of their own have none.
 
     Attributes:
+        members: names of the drafters that requests may choose from.
         listener: called after each round, within `step`; it must be cheap.
         prefixes: the prefix cache, or None.
 
@@ -73,7 +75,7 @@ class Engine:
 
     def __init__(
         self,
-        target: TargetModel[Any],
+        target: TargetModel,
         drafter: Drafter | None = None,
         *,
         max_rows: int = 8,
@@ -81,24 +83,23 @@ class Engine:
         cache_bytes: int | None = None,
         prefix_bytes: int = 0,
     ) -> None:
-        if max_rows < 1 or prefill_chunk < 1:
-            raise ConfigError(f"max_rows={max_rows} and prefill_chunk={prefill_chunk} must be at least 1")
-        if prefix_bytes < 0:
-            raise ConfigError(f"prefix_bytes={prefix_bytes} must be at least 0")
+        self.max_rows = max_rows
+        self.prefill_chunk = prefill_chunk
+        self.cache_bytes = cache_bytes
+        self.prefix_bytes = prefix_bytes
+        for name, least in (("max_rows", 1), ("prefill_chunk", 1), ("prefix_bytes", 0)):
+            value = check_whole(name, getattr(self, name))
+            if value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}")
+        if cache_bytes is not None:
+            check_whole("cache_bytes", cache_bytes)
         claim(drafter, self)
         self.target = target
         self.drafter = drafter
-        self.max_rows = max_rows
-        self.prefill_chunk = prefill_chunk
-        self._bounds: dict[str, Any] = {
-            "max_rows": max_rows,
-            "prefill_chunk": prefill_chunk,
-            "cache_bytes": cache_bytes,
-            "prefix_bytes": prefix_bytes,
-        }
         self.clock = Clock()
         self.listener: Callable[[Round], None] | None = None
         self._planner = Planner(target, drafter, self.clock)
+        self.members = self._planner.members
         self._stepping = False
         self._closed = ""
         self._cache: Any = target.new_cache()
@@ -128,11 +129,6 @@ class Engine:
         self._planner.policy = policy
 
     @property
-    def members(self) -> tuple[str, ...]:
-        """Names of the drafters that requests may choose from."""
-        return self._planner.members
-
-    @property
     def waiting(self) -> deque[Sequence]:
         """Sequences whose prompt has not been touched, in order."""
         return self._scheduler.waiting
@@ -141,11 +137,6 @@ class Engine:
     def running(self) -> list[Sequence]:
         """Sequences with a row, in the rows' order."""
         return self._scheduler.running
-
-    @property
-    def joining(self) -> Sequence | None:
-        """The sequence whose prompt is being processed."""
-        return None if self._scheduler.prefill is None else self._scheduler.prefill.sequence
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -251,7 +242,8 @@ class Engine:
 
     def renewed(self, drafter: Drafter | None) -> Engine:
         """Make a new engine on the same target within the same bounds, for when this one is closed."""
-        return Engine(self.target, drafter, **self._bounds)
+        names = ("max_rows", "prefill_chunk", "cache_bytes", "prefix_bytes")
+        return Engine(self.target, drafter, **{name: getattr(self, name) for name in names})
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
@@ -283,7 +275,8 @@ class Engine:
         rows, before = list(self.running), dict(self.clock.seconds)
         bonus = [row.tokens[-1] for row in rows]
         with self.clock("draft"):
-            plan = self._planner.plan(rows, self._max_draft_nodes())
+            most = MAX_BUDGET if self._budget is None else self._budget.max_draft_nodes(self._cache.lengths)
+            plan = self._planner.plan(rows, most)
         with self.clock("verify"):
             logits, features = self._verify(plan.tree, wait=plan.decided)
         with self.clock("walk"):
@@ -293,7 +286,9 @@ class Engine:
                 lambda row, node, prefix: rows[row].choose(logits[row, node], prefix),
             )
             for row, sequence in enumerate(rows):
-                paths[row], tokens[row] = self._emit(sequence, paths[row], tokens[row], logits[row])
+                count = sequence.extend(tokens[row], (logits[row, node] for node in paths[row]))
+                if count < len(tokens[row]):  # what follows the end of the answer is left out
+                    paths[row], tokens[row] = paths[row][:count], tokens[row][:count]
         with self.clock("commit"):
             self._cache.commit(paths)
             self._observe(paths, bonus, tokens, features)
@@ -313,13 +308,6 @@ class Engine:
             # The walk needs the logits at once; waiting here gives verification and walk their own times.
             torch.accelerator.synchronize(self.target.device)
         return forward.logits, forward.features
-
-    def _emit(
-        self, sequence: Sequence, path: list[int], tokens: list[int], logits: Tensor
-    ) -> tuple[list[int], list[int]]:
-        """Give a sequence its new tokens; return path and tokens up to the end of its answer."""
-        count = sequence.extend(tokens, (logits[node] for node in path))
-        return (path, tokens) if count == len(tokens) else (path[:count], tokens[:count])
 
     def _observe(
         self, paths: list[list[int]], bonus: list[int], tokens: list[list[int]], features: Tensor | None
@@ -372,23 +360,16 @@ class Engine:
         sequence = prefill.sequence
         row = self._cache.take(prefill.cache)
         self.running.append(sequence)
-        if self.drafter:
-            self.drafter.add_row()
         if self.prefixes is not None:
             features = [part for _, part in prefill.observed if part is not None]
             prompt = sequence.tokens[: sequence.prompt_length]
             self.prefixes.add_row(prompt, partial(self._cache.read, row), features)
         if self.drafter:
+            self.drafter.add_row()
             for tokens, own in prefill.observed:
                 self.drafter.observe(row, tokens, own)
         token = sequence.choose(logits, sequence.tokens)
         sequence.extend([] if token is None else [token], [logits])
-
-    def _max_draft_nodes(self) -> int:
-        """Return how many drafted nodes there is room for in a row."""
-        if self._budget is None:
-            return MAX_BUDGET
-        return self._budget.max_draft_nodes(max(self._cache.lengths))
 
     def _leave(self) -> None:
         """Free the rows of ended sequences; the last row takes a freed one's place."""
@@ -419,7 +400,8 @@ class Engine:
             if sequence.finish_reason is None:
                 sequence.error = error if isinstance(error, Exception) else None
                 sequence.finish("error" if sequence.error else "cancelled")
-        self._scheduler.clear()
+        self.running.clear()
+        self._scheduler.finish_cancelled()
         self._cache = self.target.new_cache()
 
     def _check_open(self) -> None:

@@ -29,15 +29,6 @@ def check_drafting(method: AutoMethod, budget: AutoBudget, depth: int) -> None:
         raise ConfigError(f"depth={depth} is outside 1..{MAX_DEPTH}")
 
 
-def check_members(members: tuple[str, ...] | None, known: tuple[str, ...]) -> None:
-    """Raise ConfigError for the name of a drafter that is not there."""
-    for name in members or ():
-        if name not in known:
-            raise ConfigError(
-                f"unknown drafter {name!r} in members: this engine's are {', '.join(known) or 'none'}"
-            )
-
-
 def check_prompt(prompt: list[int], vocab_size: int, max_context: int) -> None:
     """Raise PromptError for a prompt that is empty, holds unknown ids, or leaves no room in the context."""
     if not prompt:
@@ -124,7 +115,10 @@ class Planner:
     ) -> Request:
         """Make a request of what a sequence asks for, limited to what this drafter can do. Raises ConfigError."""
         check_drafting(method, budget, depth)
-        check_members(members, self.members)
+        for name in members or ():
+            if name not in self.members:
+                known = ", ".join(self.members) or "none"
+                raise ConfigError(f"unknown drafter {name!r} in members: this engine's are {known}")
         if self.policy is None and self._drafter is not None and "auto" in (method, budget):
             raise ConfigError("method or budget is auto and the engine has no policy: set Engine.policy")
         drafting = self.members if members is None else tuple(m for m in self.members if m in members)
@@ -174,8 +168,7 @@ class Planner:
         self, plan: Plan, paths: list[list[int]], answers: list[list[int]], seconds: Mapping[str, float]
     ) -> None:
         """Tell the policy the outcome of a round: each row's accepted path, the tokens chosen along it, the time."""
-        if plan.decided:
-            assert self.policy is not None
+        if plan.decided and self.policy is not None:
             self.policy.learn(plan.tree, paths, answers, seconds)
 
     def _row(self, text: Text, choice: Choice, most: int) -> DraftRow:
@@ -187,7 +180,7 @@ class Planner:
             min(choice.budget, most),
             max(0, min(text.request.depth, room, text.left - 1)),
             choice.arm.method == "chain",
-            None if text.sampler.greedy else text.sampler.noise,
+            None if text.sampler.params.greedy else text.sampler.noise,
             text.sampler.params.temperature,
             members=choice.arm.members,
         )

@@ -6,7 +6,6 @@ beside keys and values, so that any drafter can observe the reused tokens as if 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ddtree.model.kv_cache import Columns, drop_row
+from ddtree.sampling.processors import common_length
 
 Read = Callable[[int, int], Columns]
 """Reads the keys and values of a row's tokens start..stop-1."""
@@ -125,18 +125,18 @@ class PrefixStore:
         # A row keeps the features of its answer only; those of its prompt may have been dropped.
         if count == 0 or (self._features and sum(map(len, features)) < count):
             return
-        new = Part(
-            tokens[start:], read(start, len(tokens)), _last(features, count) if self._features else None
-        )
-        held = {id(node) for node, _ in path}
-        if not self._make_room(new.bytes, held):
+        own = torch.cat(features)[-count:] if self._features else None
+        new = Part(tokens[start:], read(start, len(tokens)), own)
+        if not self._make_room(new.bytes, {id(node) for node, _ in path}):
             return
-        node = self._root
+        parent = self._root
         if path:
-            node, count = path[-1]
-            if count < len(node.part.tokens):
-                node = self._split(node, count)
-        self._attach(new.copy(), node)
+            parent, count = path[-1]
+            if count < len(parent.part.tokens):
+                parent = self._split(parent, count)
+        node = parent.children[tokens[start]] = _Node(new.copy(), parent)
+        node.used = self._uses
+        self.bytes += new.bytes
 
     def _path(self, tokens: list[int]) -> list[tuple[_Node, int]]:
         """Return the nodes along `tokens` and how many tokens of each match; count it as a use of them."""
@@ -145,17 +145,12 @@ class PrefixStore:
         while at < len(tokens) and tokens[at] in node.children:
             node = node.children[tokens[at]]
             node.used = self._uses
-            count = shared(node.part.tokens, tokens[at:])
+            count = common_length(node.part.tokens, tokens[at:])
             path.append((node, count))
             at += count
             if count < len(node.part.tokens):
                 break
         return path
-
-    def _attach(self, part: Part, parent: _Node) -> None:
-        node = parent.children[part.tokens[0]] = _Node(part, parent)
-        node.used = self._uses
-        self.bytes += part.bytes
 
     def _split(self, node: _Node, count: int) -> _Node:
         """Split a node in two, the first of `count` tokens, and return the first."""
@@ -163,9 +158,9 @@ class PrefixStore:
         tail = node.part.cut(count, len(node.part.tokens)).copy()
         head = _Node(node.part.cut(0, count).copy(), node.parent)
         head.used = node.used
+        head.children[tail.tokens[0]] = node
         node.parent.children[head.part.tokens[0]] = head
         node.part, node.parent = tail, head
-        head.children[node.part.tokens[0]] = node
         return head
 
     def _make_room(self, need: int, held: set[int]) -> bool:
@@ -186,23 +181,6 @@ class PrefixStore:
             node = open_nodes.pop()
             open_nodes += node.children.values()
             yield node
-
-
-def shared(first: list[int], second: list[int]) -> int:
-    """Return the length of the longest common prefix of two texts."""
-    lengths = range(1, min(len(first), len(second)) + 1)
-    return bisect_left(lengths, True, key=lambda length: first[:length] != second[:length])
-
-
-def _last(parts: list[Tensor], count: int) -> Tensor:
-    """Join the last `count` rows of tensors [n, ...], in memory of their own."""
-    kept = []
-    for part in reversed(parts):
-        if count <= 0:
-            break
-        kept.append(part[-count:])
-        count -= len(part)
-    return torch.cat(kept[::-1])
 
 
 def _owned(tensor: Tensor) -> Tensor:

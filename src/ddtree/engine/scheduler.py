@@ -44,7 +44,7 @@ class KVBudget:
 
     def __init__(
         self,
-        target: TargetModel[Any],
+        target: TargetModel,
         cache: Any,
         limit: int,
         drafters: Several[KVFootprint] = (),
@@ -98,11 +98,11 @@ class KVBudget:
         for footprint in self._drafters:
             footprint.shrink_to(self._rows, self._longest)
 
-    def max_draft_nodes(self, longest: int) -> int:
-        """Return how many drafted nodes each row has room for, where the longest row has `longest` committed tokens."""
+    def max_draft_nodes(self, lengths: list[int]) -> int:
+        """Return how many drafted nodes each row has room for; `lengths` are the rows' committed tokens."""
         _, columns = self._target.shape(self._rows, self._longest)
         # Recorded passes (CUDA graphs) pad a tree by up to half of its nodes.
-        return (columns - longest) * 2 // 3 - 1
+        return (columns - max(lengths)) * 2 // 3 - 1
 
     def _longest_of(self, texts: list[tuple[int, int]]) -> int:
         return max(min(prompt + answer, self._most) for prompt, answer in texts)
@@ -130,7 +130,7 @@ class ChunkedPrefill:
         left: prompt tokens still to be processed.
     """
 
-    def __init__(self, sequence: Sequence, target: TargetModel[Any], chunk: int, cached: list[Part]) -> None:
+    def __init__(self, sequence: Sequence, target: TargetModel, chunk: int, cached: list[Part]) -> None:
         self.sequence = sequence
         self.cache = target.new_cache(sequence.prompt_length)
         self.cache.add_row()
@@ -188,7 +188,7 @@ class Scheduler:
 
     def __init__(
         self,
-        target: TargetModel[Any],
+        target: TargetModel,
         max_rows: int,
         prefill_chunk: int,
         budget: KVBudget | None,
@@ -235,9 +235,3 @@ class Scheduler:
         if self.prefill is not None and self.prefill.sequence.finish_reason is not None:
             self.prefill = None
         self.waiting = deque(one for one in self.waiting if one.finish_reason is None)
-
-    def clear(self) -> None:
-        """Forget all sequences."""
-        self.running.clear()
-        self.waiting.clear()
-        self.prefill = None

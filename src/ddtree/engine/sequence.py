@@ -50,7 +50,6 @@ class Sequence:
         tokens: prompt and output together; the last output token is the bonus token of the next round.
         origins: of each output token, the depth at which it was drafted and accepted (1, 2, ...), or 0 for a token
             that the target chose after the path, the first token included.
-        cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         request: how it is drafted for now; see `redraft`.
         cancelled: it is to end after the tokens chosen so far; set by `Engine.cancel` during a step.
         finish_reason: None while running; "stop" (stop token or string), "length" (token limit or context full),
@@ -106,11 +105,6 @@ class Sequence:
     def fresh(self) -> bool:
         """Whether no round has been decoded yet."""
         return not self.stats.rounds
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens whose keys and values came from the prefix cache."""
-        return self.stats.cached_tokens
 
     def redraft(self, request: Request) -> None:
         """Draft as `request` says from the next round on. Call it between steps."""

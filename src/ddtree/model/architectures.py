@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ddtree.errors import ConfigError
+from ddtree.validation import check_whole
 
 TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers whose state is keys and values by token, so that rejected tokens can be cut off."""
@@ -54,7 +55,7 @@ def context_limit(config: Any, wanted: int | None) -> int:
     on the tokens beside it.
 
     Raises:
-        ConfigError: `wanted` is less than 2, or more than the model's limit.
+        ConfigError: `wanted` is no whole number, less than 2, or more than the model's limit.
     """
     own = getattr(config, "max_position_embeddings", None) or 2**31 - 1
     rope = getattr(config, "rope_parameters", None) or {}
@@ -63,7 +64,7 @@ def context_limit(config: Any, wanted: int | None) -> int:
         own = min(own, short or getattr(config, "original_max_position_embeddings", None) or own)
     if wanted is None:
         return own
-    if not 2 <= wanted <= own:
+    if not 2 <= check_whole("max_context", wanted) <= own:
         raise ConfigError(f"max_context={wanted} is outside 2..{own}, the model's own limit")
     return wanted
 

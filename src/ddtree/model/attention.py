@@ -83,7 +83,6 @@ class Visibility:
         dtype: dtype of the additive bias (the model's).
         causal: the queries are all the keys there are, in order (a prompt's first chunk), so that kernels with
             a causal mode of their own need no bias at all.
-        steady: the result for a query must not depend on the queries beside it (see `needs_steadying`).
     """
 
     def __init__(
@@ -93,9 +92,7 @@ class Visibility:
         key_positions: Tensor,
         dtype: torch.dtype,
         causal: bool = False,
-        steady: bool = True,
     ) -> None:
-        self.steady = steady
         self._visible = visible
         self._query_positions = query_positions
         self._key_positions = key_positions
@@ -161,16 +158,16 @@ def attention(
         )
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if softcap is not None or s_aux is not None:
+    scored, causal = softcap is not None or s_aux is not None, visibility.is_causal(sliding_window)
+    if scored or causal:
         key, value = _repeat(key, groups), _repeat(value, groups)
-        bias = visibility.bias(sliding_window)
-        return _scored(query, key, value, bias, scale, softcap, s_aux).transpose(1, 2), None
-    if visibility.is_causal(sliding_window):
-        key, value = _repeat(key, groups), _repeat(value, groups)
+    if scored:
+        out = _scored(query, key, value, visibility.bias(sliding_window), scale, softcap, s_aux)
+    elif causal:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-        return out.transpose(1, 2), None
-    kernel = _steady if visibility.steady and needs_steadying(query.device, query.dtype) else fused
-    out = grouped(query, key, value, lambda fold: visibility.bias(sliding_window, fold), scale, kernel)
+    else:
+        kernel = _steady if needs_steadying(query.device, query.dtype) else fused
+        out = grouped(query, key, value, lambda fold: visibility.bias(sliding_window, fold), scale, kernel)
     return out.transpose(1, 2), None
 
 

@@ -15,16 +15,15 @@ from ddtree.errors import UnsupportedModelError
 from ddtree.model.architectures import why_no_tree
 from ddtree.model.compat import cache_of
 from ddtree.model.kv_cache import drop_row
-from ddtree.model.protocol import Forward, RowCache, TargetModel
+from ddtree.model.protocol import Forward, TargetModel
 from ddtree.model.target import HuggingFaceTarget
 from ddtree.tree import DraftTree
 
 
-class NativeCache(RowCache):
+class NativeCache:
     """One opaque cache of the model's own making per row, packed like `KVCache`.
 
     Attributes:
-        lengths: tokens that each row has processed.
         states: each row's cache; None before its first token.
     """
 
@@ -33,28 +32,24 @@ class NativeCache(RowCache):
     reserved_bytes = 0
 
     def __init__(self) -> None:
-        self.lengths: list[int] = []
         self.states: list[Any] = []
 
     @property
     def rows(self) -> int:
         """Return how many rows there are."""
-        return len(self.lengths)
+        return len(self.states)
 
     def add_row(self) -> int:
         """Append an empty row and return its index."""
-        self.lengths.append(0)
         self.states.append(None)
         return self.rows - 1
 
     def drop_row(self, row: int) -> None:
         """Free a row; the last row takes its index."""
-        drop_row(self.lengths, row)
         drop_row(self.states, row)
 
     def take(self, other: NativeCache) -> int:
         """Append a row with the cache of the only row of another; return its index."""
-        self.lengths.append(other.lengths[0])
         self.states.append(other.states[0])
         return self.rows - 1
 
@@ -62,7 +57,7 @@ class NativeCache(RowCache):
         """Do nothing: only roots are ever processed, and they are always accepted."""
 
 
-class AutoregressiveTarget(HuggingFaceTarget, TargetModel[NativeCache]):
+class AutoregressiveTarget(HuggingFaceTarget, TargetModel):
     """A causal LM decoded one token at a time with its own cache; takes no drafter.
 
     Args:
@@ -134,5 +129,4 @@ class AutoregressiveTarget(HuggingFaceTarget, TargetModel[NativeCache]):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} gives no cache to continue a text from: ddtree cannot decode it"
             )
-        cache.lengths[row] += len(tokens)
         return output.logits

@@ -8,7 +8,6 @@ over a padded number of key columns, of which the unused are hidden. Shapes grow
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +26,6 @@ _MOST_PASSES = 64
 Run = Callable[[KVCache, Tensor, Tensor, Visibility], tuple[Tensor, Tensor | None]]
 
 
-@dataclass
 class _RecordedPass:
     """The buffers and the recording of one shape: R rows, N nodes, L key columns.
 
@@ -41,22 +39,13 @@ class _RecordedPass:
         graph: the recording; None before it is made, and where none can be.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    columns: Tensor
-    visible: Tensor
-    key_positions: Tensor
-    outputs: tuple[Tensor, Tensor | None] | None = None
-    graph: torch.cuda.CUDAGraph | None = None
-
-    @staticmethod
-    def of(rows: int, nodes: int, keys: int, device: torch.device) -> _RecordedPass:
-        """Return empty buffers of a shape."""
-        tokens, positions, columns = torch.zeros((3, rows, nodes), dtype=torch.int64, device=device)
-        visible = torch.zeros((rows, nodes, keys), dtype=torch.bool, device=device)
-        return _RecordedPass(
-            tokens, positions, columns, visible, torch.zeros_like(visible[:, 0], dtype=torch.int64)
-        )
+    def __init__(self, rows: int, nodes: int, keys: int, device: torch.device) -> None:
+        zeros = torch.zeros((3, rows, nodes), dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.columns = zeros
+        self.visible = torch.zeros((rows, nodes, keys), dtype=torch.bool, device=device)
+        self.key_positions = torch.zeros((rows, keys), dtype=torch.int64, device=device)
+        self.outputs: tuple[Tensor, Tensor | None] | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def fill(self, lengths: list[int], tree: DraftTree) -> None:
         """Write a round into the buffers. Nodes that pad it see themselves and the committed tokens."""
@@ -107,7 +96,13 @@ class CudaGraphs:
         recorded = self._pass(cache, rows, padded, min(keys, cache.capacity), tree.tokens.device)
         recorded.fill(cache.lengths, tree)
         with cache.scattered(recorded.columns, recorded.visible.shape[2]):
-            logits, features = self._outputs(cache, recorded)
+            if recorded.outputs is not None and recorded.graph is not None:
+                recorded.graph.replay()
+                logits, features = recorded.outputs
+            else:
+                logits, features = self._forward(cache, recorded)
+                if self._record:
+                    self._make_graph(cache, recorded)
         return logits[:, :nodes], None if features is None else features[:, :nodes]
 
     def _pass(self, cache: KVCache, rows: int, nodes: int, keys: int, device: torch.device) -> _RecordedPass:
@@ -121,18 +116,8 @@ class CudaGraphs:
         if shape not in passes:
             if len(passes) == _MOST_PASSES:
                 del passes[next(iter(passes))]
-            passes[shape] = _RecordedPass.of(*shape, device)
+            passes[shape] = _RecordedPass(*shape, device)
         return passes[shape]
-
-    def _outputs(self, cache: KVCache, recorded: _RecordedPass) -> tuple[Tensor, Tensor | None]:
-        if recorded.graph is not None:
-            recorded.graph.replay()
-            assert recorded.outputs is not None
-            return recorded.outputs
-        outputs = self._forward(cache, recorded)
-        if self._record:
-            self._make_graph(cache, recorded)
-        return outputs
 
     def _forward(self, cache: KVCache, recorded: _RecordedPass) -> tuple[Tensor, Tensor | None]:
         seen = Visibility(recorded.visible, recorded.positions, recorded.key_positions, self._dtype)

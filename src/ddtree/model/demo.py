@@ -20,13 +20,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from ddtree.errors import CheckpointError
 from ddtree.storage import atomic_write, cache_folder
@@ -87,28 +86,29 @@ def demo_target() -> Path:
     folder = cache_folder() / FOLDER
     if _intact(folder):
         return folder
-    with _named_errors(folder.parent):
+    try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _only_maker(folder):
             if not _intact(folder):
                 _make(folder)
+    except OSError as error:
+        why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise CheckpointError(
+            f"the demo target cannot be stored in {folder.parent} ({why}): set XDG_CACHE_HOME to a folder "
+            f"with {DISK_BYTES // 10**6} MB free, or {REMEDY}"
+        ) from error
     return folder
 
 
-@contextlib.contextmanager
-def _only_maker(folder: Path) -> Iterator[None]:
-    """Hold the lock of the process that makes the folder; wait for another that does."""
+def _only_maker(folder: Path) -> AcquireReturnProxy:
+    """Take the lock of the process that makes the folder, for a `with` block; wait for another that does."""
     # The operating system frees the lock of a killed process.
     lock = FileLock(folder.with_name(f"{FOLDER}.lock"))
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         _say("waiting for another process, which is fetching the demo target")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 def _make(folder: Path) -> None:
@@ -212,19 +212,6 @@ def _sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _named_errors(cache: Path) -> Iterator[None]:
-    """Raise CheckpointError, with what to do, for an OSError within."""
-    try:
-        yield
-    except OSError as error:
-        why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        raise CheckpointError(
-            f"the demo target cannot be stored in {cache} ({why}): set XDG_CACHE_HOME to a folder "
-            f"with {DISK_BYTES // 10**6} MB free, or {REMEDY}"
-        ) from error
 
 
 def _say(line: str) -> None:

@@ -156,10 +156,6 @@ class KVCache:
                     stack[:, row, :, base + settled : base + kept] = moved
             self.lengths[row] += kept
 
-    def truncate(self, row: int, length: int) -> None:
-        """Forget the tokens of a row after the first `length`."""
-        self.lengths[row] = min(self.lengths[row], length)
-
     def read(self, row: int, start: int, stop: int) -> Columns:
         """Return views of the keys and values of a row's committed tokens start..stop-1."""
         parts = [self._buffers[slot][row, :, start:stop] for slot in sorted(self._buffers)]
@@ -370,7 +366,7 @@ class KVFootprint:
         self.cache.shrink_to(width, columns, self.token * width * columns + slack)
 
 
-def token_bytes(target: TargetModel[KVCache]) -> int:
+def token_bytes(target: TargetModel) -> int:
     """Return the memory of the keys and values of a token. The target is run once, over one token."""
     probe = target.new_cache(1)
     for _ in target.prefill(probe, probe.add_row(), [0]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,45 +23,6 @@ class Forward:
 
     logits: Tensor | None
     features: Tensor | None
-
-
-class RowCache(Protocol):
-    """The memory of R packed rows: rows are 0..R-1, and the last row takes the place of a dropped one.
-
-    Attributes:
-        lengths: committed tokens of each row.
-        used_bytes: memory of the committed tokens; 0 where the model does not tell.
-        reserved_bytes: memory of the buffers; 0 where the model does not tell.
-    """
-
-    lengths: list[int]
-
-    @property
-    def rows(self) -> int:
-        """Return how many rows there are."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Return the memory of the committed tokens."""
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return the memory of the buffers."""
-
-    def add_row(self) -> int:
-        """Append an empty row and return its index."""
-
-    def drop_row(self, row: int) -> None:
-        """Free a row; the last row takes its index."""
-
-    def take(self, other: Any) -> int:
-        """Append a row that holds what the only row of another cache of this kind holds; return its index."""
-
-    def commit(self, paths: list[list[int]]) -> None:
-        """Keep the tokens `paths[r]` of those that the last pass ran for each row, and forget the others."""
-
-
-Cache = TypeVar("Cache", bound=RowCache)
 
 
 class TargetWeights(Protocol):
@@ -94,8 +55,12 @@ class TargetWeights(Protocol):
     head: nn.Module
 
 
-class TargetModel(TargetWeights, Protocol[Cache]):
+class TargetModel(TargetWeights, Protocol):
     """A model whose output must not change, with the operations that decoding needs.
+
+    Its caches hold R packed rows: rows are 0..R-1, and the last row takes the place of a dropped one. The engine uses
+    what `KVCache` and `NativeCache` have in common: `rows`, `used_bytes`, `reserved_bytes`, `add_row`, `drop_row`,
+    `take` and `commit`.
 
     Attributes:
         model: the transformers model.
@@ -119,11 +84,11 @@ class TargetModel(TargetWeights, Protocol[Cache]):
     def close(self) -> None:
         """Leave the model as it was given."""
 
-    def new_cache(self, tokens: int | None = None) -> Cache:
+    def new_cache(self, tokens: int | None = None) -> Any:
         """Return an empty cache for rows of at most `tokens` tokens; by default the context and the largest tree."""
 
     def prefill(
-        self, cache: Cache, row: int, tokens: list[int], chunk: int = 512, every: bool = False
+        self, cache: Any, row: int, tokens: list[int], chunk: int = 512, every: bool = False
     ) -> Iterator[tuple[list[int], Forward]]:
         """Process and commit a prompt in chunks of at most `chunk` tokens; yield each chunk's tokens and `Forward`.
 
@@ -134,7 +99,7 @@ class TargetModel(TargetWeights, Protocol[Cache]):
             CacheMemoryError: keys and values do not fit into memory.
         """
 
-    def verify(self, cache: Cache, tree: DraftTree) -> Forward:
+    def verify(self, cache: Any, tree: DraftTree) -> Forward:
         """Run all nodes of a batch of trees in one pass over rows 0..R-1; logits [R, N, V].
 
         The next call may overwrite the result. Nothing is kept until `cache.commit`.

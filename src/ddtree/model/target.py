@@ -43,7 +43,7 @@ class HuggingFaceTarget(TargetWeights):
         self._cache_name = cache_argument(model)
 
 
-class Target(HuggingFaceTarget, TargetModel[KVCache]):
+class Target(HuggingFaceTarget, TargetModel):
     """A causal LM that verifies draft trees. See `TargetModel` for what each method does.
 
     Args:

@@ -57,7 +57,7 @@ class TargetTimer:
         ConfigError: the target's context is too short.
     """
 
-    def __init__(self, target: TargetModel[Any], drafter: Drafter | None = None) -> None:
+    def __init__(self, target: TargetModel, drafter: Drafter | None = None) -> None:
         if not target.verifies_trees:
             raise UnsupportedModelError(
                 f"draft trees cannot be verified on {type(target.model).__name__}: there is nothing to calibrate"
@@ -84,13 +84,8 @@ class TargetTimer:
 
     def verify(self, width: int) -> float:
         """Return the seconds of verifying a binary tree of `width` nodes for each row."""
-        lengths = list(self._cache.lengths)
-        tree = binary_tree(width, len(lengths), self._tokens, self._target.device)
-        seconds = _seconds(self._target.device, lambda: self._target.verify(self._cache, tree))
-        self._cache.commit([[0]] * len(lengths))
-        for row, length in enumerate(lengths):
-            self._cache.truncate(row, length)
-        return seconds
+        tree = binary_tree(width, self._cache.rows, self._tokens, self._target.device)
+        return _seconds(self._target.device, lambda: self._target.verify(self._cache, tree))
 
     def close(self) -> None:
         """Let the target give the features that it gave before."""
@@ -158,7 +153,7 @@ def _growth(context: int) -> int:
 
 
 def thorough(
-    target: TargetModel[Any],
+    target: TargetModel,
     drafter: Drafter | None = None,
     *,
     rows: Sequence[int] = (1,),
@@ -219,7 +214,7 @@ def quick(
 
 
 def policy_of(
-    target: TargetModel[Any], drafter: Drafter, folder: Path | None = None, *, idle: bool = True
+    target: TargetModel, drafter: Drafter, folder: Path | None = None, *, idle: bool = True
 ) -> Policy | None:
     """Return a policy for a pair, from what was measured and learnt before; measure first where nothing was.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ MAX_POSITION = 2**31
 _WORD = 2**64 - 1
 # Constants of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014).
 _GAMMA = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
+_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT = 31
 _BLOCK = 32768
+_ROWS_KEPT = 32
 
 
 def _signed(word: int) -> int:
@@ -34,11 +36,19 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def _mix(word: int) -> int:
-    """SplitMix64's finalizer on a Python int, modulo 2**64."""
-    word = ((word ^ (word >> _SHIFTS[0])) * _MULTIPLIERS[0]) & _WORD
-    word = ((word ^ (word >> _SHIFTS[1])) * _MULTIPLIERS[1]) & _WORD
-    return word ^ (word >> _SHIFTS[2])
+def _mix(word: Any) -> Any:
+    """Return SplitMix64's finalizer of a Python int, or of each of an array of uint64, modulo 2**64."""
+    for shift, multiplier in _STEPS:
+        word = ((word ^ (word >> shift)) * multiplier) & _WORD
+    return word ^ (word >> _LAST_SHIFT)
+
+
+def _mix_(words: Tensor, scratch: Tensor) -> None:
+    """`_mix` on int64 words, in place; integer arithmetic wraps, so every device gives the same bits."""
+    for shift, multiplier in _STEPS:
+        _shift_xor_(words, shift, scratch)
+        words.mul_(_signed(multiplier))
+    _shift_xor_(words, _LAST_SHIFT, scratch)
 
 
 def _shift_xor_(words: Tensor, bits: int, scratch: Tensor) -> None:
@@ -48,25 +58,13 @@ def _shift_xor_(words: Tensor, bits: int, scratch: Tensor) -> None:
     words.bitwise_xor_(scratch)
 
 
-def _mix_(words: Tensor, scratch: Tensor) -> None:
-    """`_mix` on int64 words, in place; integer arithmetic wraps, so every device gives the same bits."""
-    _shift_xor_(words, _SHIFTS[0], scratch)
-    words.mul_(_signed(_MULTIPLIERS[0]))
-    _shift_xor_(words, _SHIFTS[1], scratch)
-    words.mul_(_signed(_MULTIPLIERS[1]))
-    _shift_xor_(words, _SHIFTS[2], scratch)
-
-
-def _gumbel_(words: Tensor, scratch: Tensor, real: Tensor, out: Tensor) -> None:
-    """Fill `out` (float32) from int64 `words`; that, `scratch` (int64) and `real` (float64) are used up."""
-    _mix_(words, scratch)
+def _gumbel(words: Tensor) -> Tensor:
+    """Return float32 noise of int64 words, which are used up."""
+    _mix_(words, torch.empty_like(words))
     words.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
     # Odd multiples of 2**-53 are exact in float64 and never 0 or 1, so both logarithms are finite.
     words.bitwise_or_(1)
-    real.copy_(words).mul_(2.0**-53)
-    real.log_().neg_().log_()
-    torch.neg(real, out=real)
-    out.copy_(real)
+    return words.double().mul_(2.0**-53).log_().neg_().log_().neg_().float()
 
 
 @lru_cache(maxsize=8)
@@ -84,22 +82,19 @@ class Noise:
     last-bit difference there survives the rounding to float32 about once in 10**8 values, as one unit in the
     last place.
 
-    Rows are remembered for the `keep` positions used last, because drafting and verification look at the
-    same ones.
+    Rows are remembered for the 32 positions used last, because drafting and verification look at the same
+    ones. One takes 4 * V bytes.
 
     Args:
         seed: integer in [0, 2**63).
         vocab_size: V, the width of a full row.
         device: where rows are made and kept; a device without float64 gets them from the CPU.
-        keep: rows remembered; one takes 4 * V bytes.
 
     Raises:
         ConfigError: the seed is not an integer in range.
     """
 
-    def __init__(
-        self, seed: int, vocab_size: int, device: torch.device | str = "cpu", *, keep: int = 32
-    ) -> None:
+    def __init__(self, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         if not is_whole(seed) or not 0 <= seed < MAX_SEED:
             raise ConfigError(f"seed must be an integer from 0 to 2**63 - 1, not {seed!r}")
         if vocab_size < 1:
@@ -108,10 +103,8 @@ class Noise:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._compute = torch.device("cpu") if self.device.type == "mps" else self.device
-        self._keep = max(1, keep)
         self._rows: OrderedDict[int, Tensor] = OrderedDict()
         self._stream = _mix((seed + _GAMMA) & _WORD)
-        self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
 
     def gumbel(self, position: int, tokens: Tensor | None = None) -> Tensor:
         """Noise at an absolute position (prompt tokens count).
@@ -133,60 +126,28 @@ class Noise:
         if not 0 <= position < MAX_POSITION:
             raise ConfigError(f"position must be from 0 to 2**31 - 1, not {position}")
         key = _signed(self._key(position))
-        # Rows outlive the caller's inference mode, and the buffers are written again outside of it.
+        # Rows outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             if tokens is not None:
-                return self._subset(key, tokens)
-            row = self._row(key)
+                words = tokens.to(self._compute, torch.int64) * _signed(_GAMMA) + key
+                return _gumbel(words).to(self.device)
+            words = _token_words(self.vocab_size, self._compute)
+            # On the CPU a block of the work buffers stays in the cache; a GPU wants few launches.
+            parts = words.split(_BLOCK if self._compute.type == "cpu" else self.vocab_size)
+            row = torch.cat([_gumbel(part + key) for part in parts]).to(self.device)
         self._rows[position] = row
-        if len(self._rows) > self._keep:
+        if len(self._rows) > _ROWS_KEPT:
             self._rows.popitem(last=False)
         return row
 
     def few(self, position: int, tokens: Sequence[int]) -> list[float]:
         """`gumbel` of a few tokens, to within a float32 rounding: several times as quick, good enough for drafting."""
-        words = np.array(tokens, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(self._key(position))
-        for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
-            words ^= words >> np.uint64(shift)
-            words *= np.uint64(multiplier)
-        words ^= words >> np.uint64(_SHIFTS[2])
+        words = _mix(np.array(tokens, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(self._key(position)))
         uniform = (words >> np.uint64(11) | np.uint64(1)).astype(np.float64) * 2.0**-53
         return (-np.log(-np.log(uniform))).tolist()
 
-    def rows(self, positions: Sequence[int]) -> Tensor:
-        """Full rows of several positions: float32 [len(positions), V], a fresh tensor."""
-        if not positions:
-            return torch.empty(0, self.vocab_size, device=self.device)
-        return torch.stack([self.gumbel(position) for position in positions])
-
     def _key(self, position: int) -> int:
         return _mix((self._stream + (position + 1) * _GAMMA) & _WORD)
-
-    def _row(self, key: int) -> Tensor:
-        token_words = _token_words(self.vocab_size, self._compute)
-        out = torch.empty(self.vocab_size, dtype=torch.float32, device=self._compute)
-        # On the CPU a block of the three work buffers stays in the cache; a GPU wants
-        # few launches.
-        block = min(self.vocab_size, _BLOCK) if self._compute.type == "cpu" else self.vocab_size
-        if self._buffers is None:
-            self._buffers = (
-                torch.empty(block, dtype=torch.int64, device=self._compute),
-                torch.empty(block, dtype=torch.int64, device=self._compute),
-                torch.empty(block, dtype=torch.float64, device=self._compute),
-            )
-        for start in range(0, self.vocab_size, block):
-            part = token_words[start : start + block]
-            words, scratch, real = (buffer[: part.numel()] for buffer in self._buffers)
-            torch.add(part, key, out=words)
-            _gumbel_(words, scratch, real, out[start : start + block])
-        return out.to(self.device)
-
-    def _subset(self, key: int, tokens: Tensor) -> Tensor:
-        words = tokens.to(self._compute, torch.int64) * _signed(_GAMMA)
-        words += key
-        out = torch.empty(words.shape, dtype=torch.float32, device=self._compute)
-        _gumbel_(words, torch.empty_like(words), torch.empty_like(words, dtype=torch.float64), out)
-        return out.to(self.device)
 
 
 PLAIN = (0.0, 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -26,10 +27,9 @@ MAX_TOKEN = 2**31 - 1
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     if not is_whole(value):
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
-    number = int(value)
-    if not low <= number <= high:
+    if not low <= value <= high:
         raise ConfigError(f"{name} must be from {low} to {high}, not {value}")
-    return number
+    return int(value)
 
 
 def _real(name: str, value: Any, low: float, high: float) -> float:
@@ -40,10 +40,6 @@ def _real(name: str, value: Any, low: float, high: float) -> float:
     if not low <= number <= high:
         raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {value}")
     return float(number)
-
-
-def _reported(name: str, value: Any) -> int | None:
-    return None if value is None else _integer(name, value, 0, 1000)
 
 
 def _items(name: str, value: Any, what: str) -> Iterable[Any]:
@@ -58,8 +54,8 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     )
 
 
-def _stop_strings(value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(_items("stop", value, "strings"))
+def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(_items(name, value, "strings"))
     for string in strings:
         if not isinstance(string, str):
             raise ConfigError(f"stop must be a string or a list of strings, not {string!r}")
@@ -68,7 +64,8 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     return strings
 
 
-def _logit_bias(value: Any) -> dict[int, float]:
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"logit_bias must map token ids to numbers, not {value!r}")
     bias: dict[int, float] = {}
@@ -82,28 +79,63 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return bias
 
 
-def _bad_words(value: Any) -> tuple[tuple[int, ...], ...]:
+def _bad_words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     words = []
-    for word in _items("bad_words", value, "token id lists"):
+    for word in _items(name, value, "token id lists"):
         if isinstance(word, str):
             raise ConfigError(
                 f"bad_words takes token ids, not {word!r}; convert it with ddtree.engine.detokenizer.bad_word_ids"
             )
-        ids = _token_ids("bad_words", word)
+        ids = _token_ids(name, word)
         if not ids:
             raise ConfigError("bad_words contains an empty list; leave it out")
         words.append(ids)
     return tuple(words)
 
 
-def _processors(value: Any) -> tuple[Processor, ...]:
-    processors = tuple(_items("processors", value, "functions (prefix ids, logits) -> logits"))
+def _processors(name: str, value: Any) -> tuple[Processor, ...]:
+    processors = tuple(_items(name, value, "functions (prefix ids, logits) -> logits"))
     for processor in processors:
         if not callable(processor):
             raise ConfigError(
                 f"processors must be functions (prefix ids, logits) -> logits, not {processor!r}"
             )
     return processors
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, not {value!r}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": partial(_real, low=0.0, high=100.0),
+    "top_k": partial(_integer, low=-1, high=MAX_TOKEN),
+    "top_p": partial(_real, low=0.0, high=1.0),
+    "min_p": partial(_real, low=0.0, high=1.0),
+    "repetition_penalty": partial(_real, low=1e-3, high=1e3),
+    "presence_penalty": partial(_real, low=-2.0, high=2.0),
+    "frequency_penalty": partial(_real, low=-2.0, high=2.0),
+    "logit_bias": _logit_bias,
+    "bad_words": _bad_words,
+    "min_tokens": partial(_integer, low=0, high=MAX_TOKEN),
+    "stop_token_ids": _token_ids,
+    "stop": _stop_strings,
+    "include_stop": _switch,
+    "max_tokens": partial(_integer, low=1, high=MAX_TOKEN),
+    "seed": partial(_integer, low=0, high=MAX_SEED - 1),
+    "logprobs": partial(_integer, low=0, high=1000),
+    "prompt_logprobs": partial(_integer, low=0, high=1000),
+    "ignore_eos": _switch,
+    "skip_special_tokens": _switch,
+    "processors": _processors,
+}
+_FOR_NONE = {
+    "top_k": 0,
+    **dict.fromkeys(("bad_words", "stop_token_ids", "stop", "processors"), ()),
+    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs"), None),
+}
 
 
 @dataclass(frozen=True)
@@ -169,33 +201,13 @@ class SamplingParams:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "temperature": _real("temperature", self.temperature, 0.0, 100.0),
-            "top_k": 0 if self.top_k is None else max(0, _integer("top_k", self.top_k, -1, MAX_TOKEN)),
-            "top_p": _real("top_p", self.top_p, 0.0, 1.0),
-            "min_p": _real("min_p", self.min_p, 0.0, 1.0),
-            "repetition_penalty": _real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3),
-            "presence_penalty": _real("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            "logit_bias": _logit_bias({} if self.logit_bias is None else self.logit_bias),
-            "bad_words": _bad_words(self.bad_words or ()),
-            "stop_token_ids": _token_ids(
-                "stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids
-            ),
-            "stop": _stop_strings(() if self.stop is None else self.stop),
-            "max_tokens": _integer("max_tokens", self.max_tokens, 1, MAX_TOKEN),
-            "seed": None if self.seed is None else _integer("seed", self.seed, 0, MAX_SEED - 1),
-            **{name: _reported(name, getattr(self, name)) for name in ("logprobs", "prompt_logprobs")},
-            "processors": _processors(() if self.processors is None else self.processors),
-        }
-        checked["min_tokens"] = _integer("min_tokens", self.min_tokens, 0, MAX_TOKEN)
-        if checked["min_tokens"] > checked["max_tokens"]:
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            kept = _FOR_NONE[name] if value is None and name in _FOR_NONE else check(name, value)
+            object.__setattr__(self, name, kept)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
-        for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:

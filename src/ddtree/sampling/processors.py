@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
 
 import numpy as np
 import torch
@@ -14,31 +16,27 @@ from ddtree.sampling.params import Processor, SamplingParams
 _BANNED = float("-inf")
 
 
-def _common_length(left: list[int], right: list[int]) -> int:
-    """Length of the common prefix, by bisection over whole-slice comparisons, which run at C speed."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def common_length(first: list[int], second: list[int]) -> int:
+    """Return the length of the longest common prefix of two texts."""
+    # By bisection: slices are compared at C speed.
+    lengths = range(1, min(len(first), len(second)) + 1)
+    return bisect_left(lengths, True, key=lambda length: first[:length] != second[:length])
 
 
 class TokenCounts:
-    """Distinct tokens of a prefix and how often each occurs, kept as small tensors on the device.
+    """Counts how often each token occurs in a prefix, on the device.
 
     Prefixes differ in their last few tokens only, so the counts follow from one prefix to the next by taking
-    tokens off the end and putting others on. Distinct tokens are numbered by first occurrence; the last ones
-    taken off are therefore the last numbered, and the numbering stays dense.
+    tokens off the end and putting others on. Distinct tokens are listed by first occurrence; those that are no
+    longer there are therefore the last ones of the list.
 
     Args:
         start: prefix positions before this are not counted.
-        vocab_size: ids from here on are not counted (embeddings may be wider than the head).
-        device: where the tensors live.
+        vocab_size: V; ids from here on are not counted (embeddings may be wider than the head).
+        device: where the counts live.
+
+    Attributes:
+        times: float32 [V], how often each token occurs.
     """
 
     def __init__(self, start: int, vocab_size: int, device: torch.device) -> None:
@@ -46,89 +44,57 @@ class TokenCounts:
         self._vocab_size = vocab_size
         self._tokens: list[int] = []
         self._final = 0
-        self._slot: dict[int, int] = {}
+        self._occurrences: Counter[int] = Counter()
         self._ids: list[int] = []
-        self._counts: list[int] = []
-        self._dirty: set[int] = set()
-        self._device_ids = torch.zeros(64, dtype=torch.int64, device=device)
-        self._device_counts = torch.zeros(64, dtype=torch.float32, device=device)
+        self._device_ids = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+        self.times = torch.zeros(vocab_size, dtype=torch.float32, device=device)
 
-    def follow(self, prefix: list[int], committed: int = 0) -> tuple[Tensor, Tensor]:
-        """Counts of a prefix: distinct ids int64 [U] and counts float32 [U], valid until the next call.
+    def follow(self, prefix: list[int], committed: int = 0) -> Tensor:
+        """Return the distinct ids of a prefix, int64 [U]; `times` then holds their counts.
 
         `committed` leading tokens are those of every later prefix and are not compared again.
         """
         held = self._tokens
         fixed = min(self._final, len(held), max(0, len(prefix) - self._start))
         tail = prefix[self._start + fixed :]
-        common = _common_length(held[fixed:], tail)
-        while len(held) > fixed + common:
-            self._take(held.pop())
-        for token in tail[common:]:
-            held.append(token)
-            self._put(token)
+        common = common_length(held[fixed:], tail)
+        self._replace(held[fixed + common :], tail[common:])
+        held[fixed + common :] = tail[common:]
         self._final = max(fixed, min(committed - self._start, len(held)))
-        self._upload()
-        return self._device_ids[: len(self._ids)], self._device_counts[: len(self._ids)]
+        return self._device_ids[: len(self._ids)]
 
-    def _put(self, token: int) -> None:
-        if token >= self._vocab_size:
-            return
-        slot = self._slot.get(token)
-        if slot is None:
-            slot = self._slot[token] = len(self._ids)
-            self._ids.append(token)
-            self._counts.append(0)
-        self._counts[slot] += 1
-        self._dirty.add(slot)
-
-    def _take(self, token: int) -> None:
-        if token >= self._vocab_size:
-            return
-        slot = self._slot[token]
-        self._counts[slot] -= 1
-        self._dirty.add(slot)
-        if not self._counts[slot]:
-            del self._slot[token]
+    def _replace(self, old: list[int], new: list[int]) -> None:
+        """Count `new` tokens at the end of the prefix in place of `old` ones."""
+        self._occurrences.subtract(old)
+        while self._ids and not self._occurrences[self._ids[-1]]:
             self._ids.pop()
-            self._counts.pop()
-
-    def _upload(self) -> None:
-        size = len(self._ids)
-        slots = [slot for slot in self._dirty if slot < size]
-        self._dirty.clear()
-        if not slots:
-            return
+        known = len(self._ids)
+        for token in new:
+            if not self._occurrences[token] and token < self._vocab_size:
+                self._ids.append(token)
+            self._occurrences[token] += 1
         device = self._device_ids.device
-        if size > self._device_ids.numel():
-            grown = 2 * size
-            self._device_ids = torch.zeros(grown, dtype=torch.int64, device=device)
-            self._device_counts = torch.zeros(grown, dtype=torch.float32, device=device)
-            slots = list(range(size))
-        where = torch.tensor(slots, device=device)
-        self._device_ids[where] = torch.tensor([self._ids[slot] for slot in slots], device=device)
-        self._device_counts[where] = torch.tensor(
-            [self._counts[slot] for slot in slots], dtype=torch.float32, device=device
-        )
+        if known < len(self._ids):
+            self._device_ids[known : len(self._ids)] = torch.tensor(self._ids[known:], device=device)
+        changed = [token for token in {*old, *new} if token < self._vocab_size]
+        if changed:
+            times = [float(self._occurrences[token]) for token in changed]
+            self.times[torch.tensor(changed, device=device)] = torch.tensor(times, device=device)
 
 
 class BadWords:
     """Finds the tokens that would complete a banned sequence after a prefix."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...]) -> None:
-        self._always = sorted({word[0] for word in words if len(word) == 1})
-        self._by_last: dict[int, list[tuple[list[int], int]]] = {}
-        for word in words:
-            if len(word) > 1:
-                self._by_last.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+        # By the last token before the one that completes a word; None before words of one token.
+        self._by_last: dict[int | None, list[tuple[list[int], int]]] = {}
+        for *head, last in words:
+            self._by_last.setdefault(head[-1] if head else None, []).append((head, last))
 
     def banned(self, prefix: list[int]) -> list[int]:
         """Return the ids of the tokens that would complete a banned sequence after `prefix`."""
-        tokens = list(self._always)
-        for head, last in self._by_last.get(prefix[-1], ()) if prefix else ():
-            if prefix[-len(head) :] == head:
-                tokens.append(last)
-        return tokens
+        candidates = [word for key in (None, *prefix[-1:]) for word in self._by_last.get(key, ())]
+        return [last for head, last in candidates if prefix[len(prefix) - len(head) :] == head]
 
 
 class Processors:
@@ -172,13 +138,13 @@ class Processors:
         params = self._params
         scores = logits.to(torch.float32, copy=True)
         if self._seen is not None:
-            ids, _ = self._seen.follow(prefix, committed)
+            ids = self._seen.follow(prefix, committed)
             found = scores[ids]
             penalty = params.repetition_penalty
             scores[ids] = torch.where(found < 0, found * penalty, found / penalty)
         if self._output is not None:
-            ids, counts = self._output.follow(prefix, committed)
-            scores[ids] -= params.presence_penalty + params.frequency_penalty * counts
+            ids = self._output.follow(prefix, committed)
+            scores[ids] -= params.presence_penalty + params.frequency_penalty * self._output.times[ids]
         if params.logit_bias:
             scores[self._bias_ids] += self._bias
         banned = self._bad_words.banned(prefix) if params.bad_words else []
@@ -265,19 +231,15 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     total = (logits - peak).exp_().sum().double()
     # The leading few usually reach p; sorting everything is for flat distributions.
     for leading in (_LEADING, logits.numel()):
-        values = _descending(logits, leading)
+        if leading < logits.numel():
+            values = torch.topk(logits, leading).values
+        elif logits.device.type == "cpu":
+            # numpy sorts bare values some thirty times faster than torch sorts values with their indices.
+            values = torch.from_numpy(np.sort(logits.numpy())).flip(0)
+        else:
+            values = torch.sort(logits, descending=True).values
         cumulative = ((values - peak).double().exp_() / total).cumsum(dim=0)
         if float(cumulative[-1]) >= top_p:
             break
     count = min(int((cumulative < top_p).sum()) + 1, values.numel())
     return _first(logits, float(values[count - 1]), count)
-
-
-def _descending(logits: Tensor, leading: int) -> Tensor:
-    """Return the `leading` largest values (all, if there are fewer), descending."""
-    if leading < logits.numel():
-        return torch.topk(logits, leading).values
-    if logits.device.type == "cpu":
-        # numpy sorts bare values some thirty times faster than torch sorts values with their indices.
-        return torch.from_numpy(np.sort(logits.numpy())).flip(0)
-    return torch.sort(logits, descending=True).values

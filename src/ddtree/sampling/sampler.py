@@ -10,20 +10,9 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import ConfigError, UnsupportedModelError
-from ddtree.sampling.noise import MAX_SEED, Noise, couple
-from ddtree.sampling.params import GREEDY_BELOW, Processor, SamplingParams, check_vocabulary
+from ddtree.sampling.noise import Noise
+from ddtree.sampling.params import SamplingParams, check_vocabulary
 from ddtree.sampling.processors import Processors, best_ids, support
-
-__all__ = [
-    "GREEDY_BELOW",
-    "MAX_SEED",
-    "Noise",
-    "Processor",
-    "Sampler",
-    "SamplingParams",
-    "TokenLogprobs",
-    "couple",
-]
 
 
 @dataclass(frozen=True)
@@ -77,11 +66,6 @@ class Sampler:
             self._processors = Processors(
                 params, prompt_length, vocab_size, self.stop_ids, torch.device(device)
             )
-
-    @property
-    def greedy(self) -> bool:
-        """Whether choices are made without noise."""
-        return self.params.greedy
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, prefix: list[int], committed: int = 0) -> int:

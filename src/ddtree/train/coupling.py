@@ -22,7 +22,7 @@ from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN
-from ddtree.sampling.sampler import GREEDY_BELOW, SamplingParams
+from ddtree.sampling.params import GREEDY_BELOW, SamplingParams
 
 
 @dataclass(frozen=True)

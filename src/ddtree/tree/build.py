@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush, heapreplace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -85,14 +85,39 @@ def best_first(
 
 
 def _by_heap(bonus: int, names: list[list[int]], costs: list[list[int]], budget: int) -> DraftTree:
-    """Build one row's tree from candidates and their costs, by level and rank: quicker on a CPU than tensors."""
-    levels, ranks, totals, parents = pop_order(costs, budget)
+    """Build one row's tree on the CPU, where a heap is quicker than tensors: the cheapest prefixes, in order.
+
+    Prefixes come by cost, then level, rank, and the parent's place.
+
+    Args:
+        bonus: the root's token.
+        names: token of each candidate by level and rank.
+        costs: cost of each candidate, ascending along the ranks.
+        budget: most prefixes.
+    """
+    # Cost, depth, rank, and the parent's place in the tree.
+    nodes = [(0, 0, 0, 0)]
+    heap = [(costs[0][0], 1, 0, 0)] if costs else []
+    for node in range(1, budget + 1):
+        if not heap or heap[0][0] >= ABSENT:
+            break
+        nodes.append(heap[0])
+        cost, depth, rank, parent = heap[0]
+        row = costs[depth - 1]
+        if rank + 1 < len(row):
+            heapreplace(heap, (cost - row[rank] + row[rank + 1], depth, rank + 1, parent))
+        else:
+            heappop(heap)
+        if depth < len(costs):
+            heappush(heap, (cost + costs[depth][0], depth + 1, 0, node))
+    totals, depths, ranks, parents = zip(*nodes, strict=True)
+    tokens = [bonus, *(names[depth - 1][rank] for depth, rank in zip(depths[1:], ranks[1:], strict=True))]
     return DraftTree(
-        torch.tensor([[bonus, *(names[level][rank] for level, rank in zip(levels, ranks, strict=True))]]),
-        torch.tensor([[0, *parents]]),
-        torch.tensor([[0, *(level + 1 for level in levels)]]),
-        torch.tensor([[0.0, *(total * -UNIT for total in totals)]]),
-        [len(levels) + 1],
+        torch.tensor([tokens]),
+        torch.tensor([parents]),
+        torch.tensor([depths]),
+        torch.tensor([[-total * UNIT for total in totals]]),
+        [len(nodes)],
     )
 
 
@@ -116,44 +141,6 @@ class _MarginalScorer:
             self._tokens[:, depth - 1, None].expand(shape),
             self._logprobs[:, depth - 1, None].expand(shape),
         )
-
-
-def pop_order(steps: list[list[int]], budget: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Find the cheapest prefixes of one row, in order: by cost, then level, rank, and the parent's place.
-
-    Args:
-        steps: cost of each candidate by level and rank, ascending along the ranks.
-        budget: most prefixes.
-
-    Returns:
-        Level (from 0), rank and cost of each node, and its parent's place in the list, from 1; 0 for the root.
-    """
-    if budget == 0 or not steps:
-        return [], [], [], []
-    levels: list[int] = []
-    ranks: list[int] = []
-    costs: list[int] = []
-    parents: list[int] = []
-    deepest = len(steps) - 1
-    heap = [(steps[0][0], 0, 0, 0)]
-    for node in range(1, budget + 1):
-        cost, level, rank, parent = heap[0]
-        if cost >= ABSENT:
-            break
-        levels.append(level)
-        ranks.append(rank)
-        costs.append(cost)
-        parents.append(parent)
-        row = steps[level]
-        if rank + 1 < len(row):
-            heapreplace(heap, (cost - row[rank] + row[rank + 1], level, rank + 1, parent))
-        else:
-            heappop(heap)
-        if level < deepest:
-            heappush(heap, (cost + steps[level + 1][0], level + 1, 0, node))
-        elif not heap:
-            break
-    return levels, ranks, costs, parents
 
 
 class Scorer(Protocol):
@@ -305,11 +292,8 @@ def merge(trees: list[DraftTree], budgets: list[int]) -> DraftTree:
     if not trees:
         raise ConfigError("trees=[] holds no tree to merge: give at least one")
     roots = trees[0].tokens[:, 0].tolist()
-    for tree in trees[1:]:
-        if tree.tokens[:, 0].tolist() != roots:
-            raise ConfigError(
-                "the trees to merge have different roots: give trees drafted from the same rows"
-            )
+    if any(tree.tokens[:, 0].tolist() != roots for tree in trees):
+        raise ConfigError("the trees to merge have different roots: give trees drafted from the same rows")
     check_each("budgets", budgets, len(roots), 0, MAX_BUDGET)
     rows = [_union([tree.row(row) for tree in trees], budget) for row, budget in enumerate(budgets)]
     return DraftTree.stack(rows)
@@ -322,8 +306,7 @@ def _union(trees: list[DraftTree], budget: int) -> DraftTree:
     for tree in trees:
         # The place in the union of each node of this tree.
         own = [0]
-        columns = (tree.tokens, tree.parents, tree.depths, tree.logprobs)
-        for token, parent, depth, score in list(zip(*(c[0].tolist() for c in columns), strict=True))[1:]:
+        for token, parent, depth, score in list(zip(*(c[0].tolist() for c in tree.columns), strict=True))[1:]:
             key = (own[parent], token)
             place = seen.setdefault(key, len(tokens))
             if place == len(tokens):
@@ -336,15 +319,7 @@ def _union(trees: list[DraftTree], budget: int) -> DraftTree:
             own.append(place)
     order = [0, *sorted(range(1, len(tokens)), key=lambda node: (-scores[node], depths[node]))[:budget]]
     places = {node: place for place, node in enumerate(order)}
+    columns: tuple[list[Any], ...] = (tokens, [places.get(parent) for parent in parents], depths, scores)
     device = trees[0].tokens.device
-
-    def column(values: list[int] | list[float]) -> Tensor:
-        return torch.tensor([values], device=device)
-
-    return DraftTree(
-        column([tokens[node] for node in order]),
-        column([places[parents[node]] for node in order]),
-        column([depths[node] for node in order]),
-        column([scores[node] for node in order]),
-        [len(order)],
-    )
+    picked = (torch.tensor([[column[node] for node in order]], device=device) for column in columns)
+    return DraftTree.of(picked, [len(order)])

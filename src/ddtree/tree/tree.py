@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ddtree.errors import ConfigError
 
 MAX_BUDGET = 1024
 MAX_DEPTH = 16
+_PADDING = (0, 0, 0, float("-inf"))
+"""Token, parent, depth and log-probability of padding."""
 
 
 @dataclass
@@ -35,6 +39,17 @@ class DraftTree:
     logprobs: Tensor
     sizes: list[int]
 
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens, parents, depths and log-probabilities."""
+        return self.tokens, self.parents, self.depths, self.logprobs
+
+    @staticmethod
+    def of(columns: Iterable[Tensor], sizes: list[int]) -> DraftTree:
+        """Make trees of `columns` and sizes."""
+        tokens, parents, depths, logprobs = columns
+        return DraftTree(tokens, parents, depths, logprobs, sizes)
+
     @staticmethod
     def root(bonus: list[int], device: torch.device | str = "cpu") -> DraftTree:
         """Make trees of the root alone: one row for each bonus token."""
@@ -54,25 +69,17 @@ class DraftTree:
         if len(trees) == 1:
             return trees[0]
         width = max(tree.tokens.shape[1] for tree in trees)
-
-        def joined(name: str, fill: float) -> Tensor:
-            parts = [getattr(tree, name) for tree in trees]
-            pad = torch.nn.functional.pad
-            return torch.cat([pad(part, (0, width - part.shape[1]), value=fill) for part in parts])
-
-        return DraftTree(
-            joined("tokens", 0),
-            joined("parents", 0),
-            joined("depths", 0),
-            joined("logprobs", float("-inf")),
-            [size for tree in trees for size in tree.sizes],
-        )
+        columns = [
+            torch.cat([pad(part, (0, width - part.shape[1]), value=fill) for part in parts])
+            for parts, fill in zip(zip(*(tree.columns for tree in trees), strict=True), _PADDING, strict=True)
+        ]
+        return DraftTree.of(columns, [size for tree in trees for size in tree.sizes])
 
     def row(self, index: int) -> DraftTree:
         """Return the tree of one row, without its padding."""
         size = self.sizes[index]
         cut = (slice(index, index + 1), slice(size)) if index >= 0 else (slice(index, None), slice(size))
-        return DraftTree(self.tokens[cut], self.parents[cut], self.depths[cut], self.logprobs[cut], [size])
+        return DraftTree.of((column[cut] for column in self.columns), [size])
 
     def truncate(self, budgets: list[int]) -> DraftTree:
         """Keep the first nodes of each row: its tree of a smaller budget (nodes besides the root).
@@ -83,25 +90,14 @@ class DraftTree:
         check_each("budgets", budgets, len(self.sizes), 0, MAX_BUDGET)
         sizes = [min(size, budget + 1) for size, budget in zip(self.sizes, budgets, strict=True)]
         width = max(sizes)
-        tree = DraftTree(
-            self.tokens[:, :width],
-            self.parents[:, :width],
-            self.depths[:, :width],
-            self.logprobs[:, :width],
-            sizes,
-        )
+        tree = DraftTree.of((column[:, :width] for column in self.columns), sizes)
         return tree if min(sizes) == width else tree.padded()
 
     def padded(self) -> DraftTree:
         """Make everything beyond the sizes padding."""
         beyond = ~in_use(self)
-        return DraftTree(
-            self.tokens.masked_fill(beyond, 0),
-            self.parents.masked_fill(beyond, 0),
-            self.depths.masked_fill(beyond, 0),
-            self.logprobs.masked_fill(beyond, float("-inf")),
-            self.sizes,
-        )
+        filled = zip(self.columns, _PADDING, strict=True)
+        return DraftTree.of((column.masked_fill(beyond, fill) for column, fill in filled), self.sizes)
 
 
 def in_use(tree: DraftTree) -> Tensor:
@@ -121,6 +117,5 @@ def check_each(name: str, values: list[int], rows: int, low: int, high: int) -> 
     """Raise ConfigError unless there is a whole number within low..high for each row."""
     if len(values) != rows:
         raise ConfigError(f"{name} has {len(values)} entries for {rows} rows: give one for each row")
-    if rows and not (set(map(type, values)) == {int} and low <= min(values) and max(values) <= high):
-        for value in values:
-            check_range(name, value, low, high)
+    for value in values:
+        check_range(name, value, low, high)
