@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -18,8 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ddtree.drafters import loading
 from ddtree.drafters.dflash import checkpoint
 from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
-from ddtree.drafters.dflash.head_checkpoint import incompatibilities as head_incompatibilities
-from ddtree.drafters.dflash.head_checkpoint import is_head, read_head
+from ddtree.drafters.dflash.head_checkpoint import is_head
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.draft_model import check_vocabulary
 from ddtree.drafters.ngram_table import NgramTable
@@ -212,16 +212,9 @@ def read_drafter(name: str) -> DrafterFacts:
         return DrafterFacts(name, [("kind", "draft model"), *model.facts], draft_model=model)
     network, table = loading.contents(loading.find(name))
     found = DrafterFacts(name, [])
-    if network is not None and is_head(network):
-        head, backbone, coupling = read_head(network)
-        found.network = checkpoint.read(backbone, heads=True)
-        reasons = head_incompatibilities(head, *found.network.head_sizes)
-        if reasons:
-            raise CheckpointError(f"{name} does not fit its backbone {backbone}: {'; '.join(reasons)}")
-        found.facts += [*_network(found.network), _head(head), ("noise", _coupling(coupling))]
-    elif network is not None:
+    if network is not None:
         loading.refuse_language_model(name, network)
-        found.network = checkpoint.read(network, heads=True)
+        found.network = checkpoint.read_part(network, partial(checkpoint.read, heads=True))
         found.facts += [*_network(found.network), ("noise", _coupling(found.network.layout.coupling))]
         if found.network.correction is not None:
             found.facts.append(_head(found.network.correction))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.config_formats import Layout, parse, z_lab_config
 from ddtree.drafters.dflash.head_checkpoint import incompatibilities as head_incompatibilities
-from ddtree.drafters.dflash.head_checkpoint import owner_of, read_published
+from ddtree.drafters.dflash.head_checkpoint import is_head, owner_of, read_head, read_published
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet
 from ddtree.drafters.dflash.weight_files import (
@@ -143,6 +144,24 @@ def read(name: str | os.PathLike[str], heads: bool = False) -> DFlashCheckpoint:
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error.__cause__
     return checkpoint
+
+
+def read_part(folder: Path, read_network: Callable[[Path], DFlashCheckpoint]) -> DFlashCheckpoint:
+    """Read a checkpoint with `read_network`; where a folder holds a head of ours, its backbone's with that head.
+
+    Raises:
+        CheckpointError: as `read` and `read_head`, and when the head was made for another backbone.
+    """
+    if not is_head(folder):
+        return read_network(folder)
+    head, backbone, coupling = read_head(folder)
+    found = read_network(backbone)
+    if reasons := head_incompatibilities(head, *found.head_sizes):
+        raise CheckpointError(
+            f"{folder} does not fit its backbone {backbone}: {'; '.join(reasons)}. Name a head trained on this "
+            "backbone"
+        )
+    return replace(found, layout=replace(found.layout, coupling=coupling), correction=head)
 
 
 def incompatibilities(checkpoint: DFlashCheckpoint, target: FittedTarget) -> list[str]:
