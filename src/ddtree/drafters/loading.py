@@ -72,7 +72,7 @@ def find(name: str) -> Path:
     Raises:
         CheckpointError: there is no such drafter, or it has no such part.
     """
-    from ddtree.drafters.dflash.weight_files import locate
+    from ddtree.drafters.dflash.folder import locate
 
     text = resolve_drafter(name)
     path = Path(text).expanduser()
