@@ -138,8 +138,9 @@ class DraftModel:
         self._backlog = [[] if depth else part for part, depth in zip(self._backlog, depths, strict=True)]
         with clock("build"):
             tree = prune(tree, budgets, depths=depths)
-        device, columns = self._device, (tree.tokens, tree.parents, tree.depths, tree.logprobs)
-        return DraftTree(*(column.to(device) for column in columns), tree.sizes)
+        columns = (tree.tokens, tree.parents, tree.depths, tree.logprobs)
+        tokens, parents, levels, logprobs = (column.to(self._device) for column in columns)
+        return DraftTree(tokens, parents, levels, logprobs, tree.sizes)
 
     def _depth(self, row: DraftRow) -> int:
         """Return how deep a row can be drafted: the draft model's context must hold every prefix that is expanded."""
