@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -19,8 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from ddtree.drafters import loading
 from ddtree.drafters.dflash import checkpoint
 from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
-from ddtree.drafters.dflash.head_checkpoint import incompatibilities as head_incompatibilities
-from ddtree.drafters.dflash.head_checkpoint import is_head, read_head
+from ddtree.drafters.dflash.head_checkpoint import is_head
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.draft_model import check_vocabulary
 from ddtree.drafters.ngram_table import NgramTable
@@ -209,16 +209,9 @@ def read_drafter(name: str) -> DrafterFacts:
     network, table = loading.contents(loading.find(name))
     found = DrafterFacts(name, [])
     if network is not None:
-        head, backbone, coupling = None, network, None
-        if is_head(network):
-            head, backbone, coupling = read_head(network)
-        else:
-            loading.refuse_language_model(name, network)
-        found.network = checkpoint.read(backbone, heads=True)
-        if head is not None and (reasons := head_incompatibilities(head, *found.network.head_sizes)):
-            raise CheckpointError(f"{name} does not fit its backbone {backbone}: {'; '.join(reasons)}")
-        head = head or found.network.correction
-        found.facts += _network(found.network, coupling or found.network.layout.coupling, head)
+        loading.refuse_language_model(name, network)
+        found.network = checkpoint.read_part(network, partial(checkpoint.read, heads=True))
+        found.facts += _network(found.network, found.network.layout.coupling, found.network.correction)
     if table is not None:
         found.table = NgramTable.load(table)
         grams = f"{found.table.contexts} contexts of up to {found.table.max_order} tokens"

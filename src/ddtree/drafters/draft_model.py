@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ddtree.drafters import DraftRow
+from ddtree.drafters import DraftRow, keep_chains
 from ddtree.errors import CheckpointError
-from ddtree.model.kv_cache import KVCache, KVFootprint, drop_row, token_bytes
+from ddtree.model.kv_cache import KVFootprint, drop_row, token_bytes
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
 from ddtree.stats import Clock
@@ -93,17 +93,17 @@ class DraftModel:
         self.lagging_rows: list[int] = []
         self.vocab_size = min(draft.vocab_size, target.vocab_size)
         self._device = target.device
-        self._cache = draft.new_cache()
+        self.cache = draft.new_cache()
         self._backlog: list[list[int]] = []
 
     def add_row(self) -> None:
         """Open an empty row at the end."""
-        self._cache.add_row()
+        self.cache.add_row()
         self._backlog.append([])
 
     def drop_row(self, row: int) -> None:
         """Forget a row; the last row takes its index."""
-        self._cache.drop_row(row)
+        self.cache.drop_row(row)
         drop_row(self._backlog, row)
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
@@ -115,7 +115,7 @@ class DraftModel:
         """Return the draft model's cache with the most memory that it can take."""
         # The backlog of a round, the root, and all levels that are expanded.
         spare = _AT_ONCE + 1 + (MAX_DEPTH - 1) * self.width
-        return [KVFootprint(self._cache, partial(token_bytes, self.model), spare, self.model.max_context)]
+        return [KVFootprint(self.cache, partial(token_bytes, self.model), spare, self.model.max_context)]
 
     @torch.inference_mode()
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
@@ -130,23 +130,17 @@ class DraftModel:
         if not any(depths):
             return DraftTree.root(bonus, self._device)
         backlog = [part if depth else [] for part, depth in zip(self._backlog, depths, strict=True)]
-        growth = _Growth(self, self._cache, rows, backlog, depths)
+        growth = _Growth(self, rows, backlog, depths)
         width = min(self.width, 1 if all(row.chain for row in rows) else max(budgets))
         keep = max(width, min(max(budgets), self.width * width))
         tree = grow(bonus, growth, width, max(depths), keep=keep, device=self.model.device)
-        self._cache.commit([list(range(len(part))) for part in growth.backlog])
-        for index, depth in enumerate(depths):
-            if depth:
-                self._backlog[index] = []
+        self.cache.commit([list(range(len(part))) for part in backlog])
+        self._backlog = [[] if depth else part for part, depth in zip(self._backlog, depths, strict=True)]
         with clock("build"):
             tree = prune(tree, budgets, depths=depths)
-        return DraftTree(
-            tree.tokens.to(self._device),
-            tree.parents.to(self._device),
-            tree.depths.to(self._device),
-            tree.logprobs.to(self._device),
-            tree.sizes,
-        )
+        columns = (tree.tokens, tree.parents, tree.depths, tree.logprobs)
+        tokens, parents, levels, logprobs = (column.to(self._device) for column in columns)
+        return DraftTree(tokens, parents, levels, logprobs, tree.sizes)
 
     def _depth(self, row: DraftRow) -> int:
         """Return how deep a row can be drafted: the draft model's context must hold every prefix that is expanded."""
@@ -161,7 +155,7 @@ class DraftModel:
         for row in late:
             part, self._backlog[row] = self._backlog[row][:left], self._backlog[row][left:]
             left -= len(part)
-            for _ in self.model.prefill(self._cache, row, part, self.chunk):
+            for _ in self.model.prefill(self.cache, row, part, self.chunk):
                 pass
         return [row for row in late if len(self._backlog[row]) > _AT_ONCE]
 
@@ -173,23 +167,15 @@ class _Growth:
     """
 
     def __init__(
-        self,
-        drafter: DraftModel,
-        cache: KVCache,
-        rows: list[DraftRow],
-        backlog: list[list[int]],
-        depths: list[int],
+        self, drafter: DraftModel, rows: list[DraftRow], backlog: list[list[int]], depths: list[int]
     ) -> None:
-        self.backlog = backlog
         self._drafter = drafter
-        self._model = drafter.model
-        self._cache = cache
         self._rows = rows
-        self._depths = depths
-        device = self._model.device
+        self._backlog = backlog
+        device = drafter.model.device
+        self._depths = torch.tensor(depths, device=device)
         self._offsets = torch.tensor([len(part) for part in backlog], device=device)
         self._budgets = torch.tensor([row.budget for row in rows], device=device)
-        self._chains = torch.tensor([row.chain for row in rows], device=device)
         self._temperatures = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
         # Children of the last level, their scores, and the pending columns that their parents see.
         self._tokens = self._scores = self._seen = torch.empty(0, device=device)
@@ -215,10 +201,10 @@ class _Growth:
 
     def _first(self, bonus: Tensor) -> Tensor:
         """Run backlog and bonus token of each row, padded on the right; logits [R, 1, V] after the bonus token."""
-        sizes = [len(part) for part in self.backlog]
+        sizes = [len(part) for part in self._backlog]
         most, least = max(sizes), min(sizes)
         tokens = torch.tensor(
-            [part + [0] * (most + 1 - len(part)) for part in self.backlog], device=bonus.device
+            [part + [0] * (most + 1 - len(part)) for part in self._backlog], device=bonus.device
         )
         tokens.scatter_(1, self._offsets[:, None], bonus.clamp(max=self._drafter.vocab_size - 1))
         columns = torch.arange(most + 1, device=bonus.device)
@@ -237,9 +223,10 @@ class _Growth:
         return self._run(tokens, depths, self._seen, keep=0)
 
     def _run(self, tokens: Tensor, depths: Tensor, visible: Tensor | None, keep: int) -> Tensor:
-        logits = self._model.extend(self._cache, tokens, depths, visible, keep=keep).logits
+        drafter = self._drafter
+        logits = drafter.model.extend(drafter.cache, tokens, depths, visible, keep=keep).logits
         assert logits is not None
-        return logits[..., : self._drafter.vocab_size]
+        return logits[..., : drafter.vocab_size]
 
     def _children(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return the best children [R, W, K] after logits [R, W, V], and their log-probabilities."""
@@ -250,7 +237,7 @@ class _Growth:
                     gumbel = row.noise.gumbel(len(row.tokens) - 1 + depth)[: logq.shape[-1]]
                     logq[index] = couple(logq[index], gumbel.to(logq.device), *self._drafter.coupling)
         logprobs, tokens = logq.topk(min(self._drafter.width, logq.shape[-1]), dim=-1)
-        logprobs[:, :, 1:].masked_fill_(self._chains[:, None, None], float("-inf"))
+        keep_chains(logprobs, self._rows)
         return tokens, logprobs
 
     def _scores_of(self, parents: Tensor, tokens: Tensor) -> Tensor:
@@ -266,5 +253,5 @@ class _Growth:
         self._best = found.topk(min(most, found.shape[1]), dim=1).values
         padded = torch.nn.functional.pad(self._best, (0, most - self._best.shape[1]), value=float("-inf"))
         last = padded.gather(1, (self._budgets - 1).clamp(min=0)[:, None])
-        reached = torch.tensor([own < depth for own in self._depths], device=scores.device)
-        return bool((reached[:, None] | (scores <= last)).all())
+        reached = (self._depths < depth)[:, None]
+        return bool((reached | (scores <= last)).all())

@@ -5,27 +5,20 @@ from __future__ import annotations
 import json
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ddtree.drafters import Drafter, parts_of
-from ddtree.drafters.dflash import DFlash, checkpoint
-from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint, backbone_of
-from ddtree.drafters.dflash.d2sd import D2SD
-from ddtree.drafters.dflash.domino import Domino
-from ddtree.drafters.dflash.first_order import FirstOrder
-from ddtree.drafters.dflash.head_checkpoint import incompatibilities, is_head, read_head
-from ddtree.drafters.dflash.heads import DominoHead, Head
-from ddtree.drafters.dflash.weight_files import locate
-from ddtree.drafters.draft_model import DraftModel
-from ddtree.drafters.merged import Merged, Mixed
-from ddtree.drafters.ngram import Lookup
-from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.demo import resolve_drafter
-from ddtree.model.pretrained import load_causal_lm
 from ddtree.model.target import Target
+
+# Each kind of drafter is imported where it is asked for.
+if TYPE_CHECKING:
+    from ddtree.drafters.dflash.backbone import Backbone
+    from ddtree.drafters.dflash.checkpoint import DFlashCheckpoint
+    from ddtree.drafters.dflash.heads import DominoHead, Head
+    from ddtree.drafters.ngram import Lookup
 
 DRAFT_MODEL = "draft:"
 NETWORK, TABLE = "dflash", "ngrams.safetensors"
@@ -79,6 +72,8 @@ def find(name: str) -> Path:
     Raises:
         CheckpointError: there is no such drafter, or it has no such part.
     """
+    from ddtree.drafters.dflash.folder import locate
+
     text = resolve_drafter(name)
     path = Path(text).expanduser()
     if path.exists() or not path.name:
@@ -110,15 +105,14 @@ def contents(folder: Path) -> tuple[Path | None, Path | None]:
     return network, table if table.exists() else None
 
 
-def sizes(found: DFlashCheckpoint) -> tuple[int, int, int]:
-    """Return the sizes that a head on a backbone must fit: hidden size, draft vocabulary, the target's vocabulary."""
-    return found.config.hidden_size, found.size, found.config.vocab_size
-
-
 def with_head(backbone: Backbone, head: Head, coupling: tuple[float, float]) -> Drafter:
     """Return the drafter for a backbone with a head."""
-    if isinstance(head, DominoHead):
-        return Domino(backbone, head, coupling=coupling)
+    if head.kind == "domino":
+        from ddtree.drafters.dflash.domino import Domino
+
+        return Domino(backbone, cast("DominoHead", head), coupling=coupling)
+    from ddtree.drafters.dflash.first_order import FirstOrder
+
     return FirstOrder(backbone, head, coupling=coupling)
 
 
@@ -170,7 +164,9 @@ class _Loader:
         return self._from_folder(name)
 
     def _merged(self, specs: list[Any] | tuple[Any, ...]) -> Drafter:
-        if any(isinstance(part, str) and part == "auto" for part in specs):
+        from ddtree.drafters.merged import Merged
+
+        if "auto" in [part for part in specs if isinstance(part, str)]:
             raise ConfigError(
                 f"drafter={list(specs)!r} cannot hold auto, which chooses by itself: give it alone, or name each "
                 "drafter"
@@ -183,16 +179,27 @@ class _Loader:
         flat = [inner for part in parts for inner in parts_of(part)]
         return flat[0] if len(flat) == 1 else Merged(flat)
 
-    def _lookup(self, table: NgramTable | None) -> Lookup:
+    def _lookup(self, file: Path | None) -> Lookup:
+        from ddtree.drafters.ngram import Lookup
+        from ddtree.drafters.ngram_table import NgramTable
+
+        table = None if file is None else NgramTable.load(file)
         return Lookup(table, vocab_size=self._target.vocab_size, device=self._target.device)
 
     def _draft_model(self, name: str) -> Drafter:
+        from ddtree.drafters.draft_model import DraftModel
+        from ddtree.model.pretrained import load_causal_lm
+
         if not name:
             raise ConfigError("drafter='draft:' names no model: write draft:FOLDER or draft:HUB_ID")
         model, tokenizer = load_causal_lm(name, self._target.device, self._target.dtype)
         return DraftModel(Target(model, tokenizer), self._target)
 
     def _two_passes(self, folder: str) -> Drafter:
+        from ddtree.drafters.dflash.checkpoint import backbone_of
+        from ddtree.drafters.dflash.d2sd import D2SD
+        from ddtree.drafters.dflash.head_checkpoint import is_head
+
         network, _ = contents(find(folder))
         if network is None or is_head(network):
             raise CheckpointError(
@@ -203,15 +210,11 @@ class _Loader:
 
     def _from_folder(self, name: str) -> Drafter:
         network, table = contents(find(name))
-        drafter = lookup = None
-        if network is not None:
-            refuse_language_model(name, network)
-            drafter = self._on_head(network) if is_head(network) else self._network(network)
-        if table is not None:
-            lookup = self._lookup(NgramTable.load(table))
-        elif name == DEMO:
-            lookup = self._lookup(None)
+        drafter = None if network is None else self._network(name, network)
+        lookup = None if table is None and name != DEMO else self._lookup(table)
         if drafter is not None and lookup is not None:
+            from ddtree.drafters.merged import Mixed
+
             return Mixed(drafter, lookup)
         found = drafter or lookup
         if found is None:
@@ -220,26 +223,21 @@ class _Loader:
             )
         return found
 
-    def _network(self, folder: Path) -> Drafter:
-        """Load a checkpoint, by itself or with the head that is part of it."""
-        found = self._checkpoint(folder)
+    def _network(self, name: str, folder: Path) -> Drafter:
+        """Load a checkpoint, with its head where it has one, or a head that lies beside its backbone."""
+        from ddtree.drafters.dflash import DFlash
+        from ddtree.drafters.dflash.checkpoint import backbone_of, read_part
+
+        refuse_language_model(name, folder)
+        found = read_part(folder, self._checkpoint)
         backbone, coupling = backbone_of(found, self._target), found.layout.coupling
         if found.correction is None:
             return DFlash(backbone, coupling=coupling)
         return with_head(backbone, found.correction, coupling)
 
-    def _on_head(self, folder: Path) -> Drafter:
-        """Load a head that lies beside its backbone."""
-        head, backbone, coupling = read_head(folder)
-        found = self._checkpoint(backbone)
-        if wrong := incompatibilities(head, *sizes(found)):
-            raise CheckpointError(
-                f"{folder} does not fit its backbone {backbone}: {'; '.join(wrong)}. Name a head trained on this "
-                "backbone"
-            )
-        return with_head(backbone_of(found, self._target), head, coupling)
-
     def _checkpoint(self, folder: Path) -> DFlashCheckpoint:
+        from ddtree.drafters.dflash import checkpoint
+
         key = folder.resolve()
         if key not in self._checkpoints:
             self._checkpoints[key] = checkpoint.read(folder, heads=True)

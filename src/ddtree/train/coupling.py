@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ddtree.drafters import DraftRow
-from ddtree.drafters.dflash import DFlash
-from ddtree.drafters.dflash.backbone import View
+from ddtree.drafters.dflash import DFlash, View
 from ddtree.drafters.dflash.domino import Domino
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.engine.engine import Engine

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,36 +18,28 @@ import torch
 from torch import Tensor, nn
 
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.drafters.dflash.config_formats import Layout, parse, z_lab_config
-from ddtree.drafters.dflash.head_checkpoint import incompatibilities as head_incompatibilities
-from ddtree.drafters.dflash.head_checkpoint import owner_of, read_published
-from ddtree.drafters.dflash.heads import Head
-from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet
-from ddtree.drafters.dflash.weight_files import (
+from ddtree.drafters.dflash.config_formats import Layout, parse
+from ddtree.drafters.dflash.folder import (
     REMEDY,
     check_shape,
     check_tensors,
     locate,
+    our_names,
     read_file,
     read_json,
     read_tensors,
     write_folder,
+    z_lab_config,
 )
+from ddtree.drafters.dflash.head_checkpoint import incompatibilities as head_incompatibilities
+from ddtree.drafters.dflash.head_checkpoint import is_head, owner_of, read_head, read_published
+from ddtree.drafters.dflash.heads import Head
+from ddtree.drafters.dflash.network import DFlashConfig, DFlashNet
 from ddtree.errors import CheckpointError
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN
 
 _VOCABULARY = "draft_vocabulary.json"
-# Beginnings of published tensors' names, and of ours; one may follow from another.
-_RENAMED = {
-    "model.": "",
-    "draft_model.": "",
-    "midlayer.": "layers.0.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "encoder.fc.": "fc.",
-}
-# Copies of the target's tensors, and maps that follow from other tensors.
-_IGNORED = ("t2d", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 
 
 class FittedTarget(Protocol):
@@ -122,7 +115,7 @@ def read(name: str | os.PathLike[str], heads: bool = False) -> DFlashCheckpoint:
     try:
         raw = read_json(folder / "config.json")
         layout = parse(raw, heads)
-        tensors = _our_names(read_tensors(folder), layout.config)
+        tensors = our_names(read_tensors(folder), layout.config)
         correction = None
         if layout.correction is not None:
             correction = read_published(layout.correction, raw, tensors)
@@ -143,6 +136,24 @@ def read(name: str | os.PathLike[str], heads: bool = False) -> DFlashCheckpoint:
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error.__cause__
     return checkpoint
+
+
+def read_part(folder: Path, read_network: Callable[[Path], DFlashCheckpoint]) -> DFlashCheckpoint:
+    """Read a checkpoint with `read_network`; where a folder holds a head of ours, its backbone's with that head.
+
+    Raises:
+        CheckpointError: as `read` and `read_head`, and when the head was made for another backbone.
+    """
+    if not is_head(folder):
+        return read_network(folder)
+    head, backbone, coupling = read_head(folder)
+    found = read_network(backbone)
+    if reasons := head_incompatibilities(head, *found.head_sizes):
+        raise CheckpointError(
+            f"{folder} does not fit its backbone {backbone}: {'; '.join(reasons)}. Name a head trained on this "
+            "backbone"
+        )
+    return replace(found, layout=replace(found.layout, coupling=coupling), correction=head)
 
 
 def incompatibilities(checkpoint: DFlashCheckpoint, target: FittedTarget) -> list[str]:
@@ -177,31 +188,6 @@ def check(checkpoint: DFlashCheckpoint, target: FittedTarget) -> None:
         raise CheckpointError(
             f"{checkpoint.folder} does not fit the target: {'; '.join(found)}. Name a drafter made for this target"
         )
-
-
-def _our_names(tensors: dict[str, Tensor], config: DFlashConfig) -> dict[str, Tensor]:
-    """Return a published network's tensors by `DFlashNet`'s names; fused projections are taken apart."""
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    inner = config.intermediate_size
-    fused = {
-        ".qkv_proj.": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
-        ".gate_up_proj.": {"gate_proj": inner, "up_proj": inner},
-    }
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        for theirs, ours in _RENAMED.items():
-            if name.startswith(theirs):
-                name = ours + name.removeprefix(theirs)
-        if name.startswith(_IGNORED):
-            continue
-        mark = next((mark for mark in fused if mark in name), None)
-        if mark is None or len(tensor) != sum(fused[mark].values()):
-            named[name] = tensor
-            continue
-        for part, piece in zip(fused[mark], tensor.split(list(fused[mark].values())), strict=True):
-            named[name.replace(mark, f".{part}.")] = piece
-    return named
 
 
 def _check_network(tensors: dict[str, Tensor], config: DFlashConfig) -> None:

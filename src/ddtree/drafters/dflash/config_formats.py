@@ -1,4 +1,4 @@
-"""A DFlash drafter's config.json: read in the layouts that are published, and written in z-lab's.
+"""Reads a DFlash drafter's config.json, in the layouts that are published.
 
 z-lab and SpecForge put a Qwen3 config at the top, with the drafter's own keys beside it or inside `dflash_config`;
 speculators puts the Qwen3 config into `transformer_layer_config` and counts feature layers from 1. A setting that
@@ -157,63 +157,6 @@ def parse(raw: dict[str, Any], heads: bool = False) -> Layout:
         read_coupling(_table(own, "coupling")),
         correction,
     )
-
-
-def z_lab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """Return the config.json of a network in z-lab's layout; `dtype` is that of its weights, as "bfloat16".
-
-    Raises:
-        ConfigError: the layout cannot express the network's attention.
-    """
-    windows = {window for window in config.windows if window is not None}
-    slides = [config.window(i) is not None for i in range(config.num_hidden_layers)]
-    causal = [config.is_causal(i) for i in range(config.num_hidden_layers)]
-    if len(windows) > 1 or (causal != slides and len(set(causal)) > 1):
-        raise ConfigError(
-            "a checkpoint has one sliding window for all layers, and all of them, none, or just the sliding ones are "
-            "causal: change windows and causal"
-        )
-    own: dict[str, Any] = {
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": list(config.target_layer_ids),
-    }
-    for key in (
-        "sample_from_anchor",
-        "input_embedding_scale",
-        "output_multiplier",
-        "final_logit_softcapping",
-    ):
-        value = getattr(config, key)
-        if value and value != getattr(DFlashConfig, key):
-            own[key] = value
-    raw: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": config.block_size,
-        "dflash_config": own,
-        "num_target_layers": config.num_target_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "attention_bias": config.attention_bias,
-        "tie_word_embeddings": False,
-        "layer_types": [_SLIDING if slide else _FULL for slide in slides],
-        "use_sliding_window": bool(windows),
-        "sliding_window": min(windows, default=None),
-        "dtype": dtype,
-    }
-    if causal != slides:
-        raw["is_causal"] = causal[0]
-    return raw
 
 
 def read_coupling(table: dict[str, Any]) -> tuple[float, float]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ddtree.drafters import DraftRow, keep_chains
-from ddtree.drafters.dflash.backbone import Backbone, BlockDrafter
+from ddtree.drafters.dflash import BlockDrafter
+from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.errors import ConfigError
 from ddtree.model.kv_cache import KVFootprint
 from ddtree.sampling.noise import PLAIN

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddtree.drafters import DraftRow, keep_chains
-from ddtree.drafters.dflash.backbone import Backbone, HeadDrafter
+from ddtree.drafters.dflash import HeadDrafter
+from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.heads import BackboneParts, DominoHead
 from ddtree.errors import ConfigError
 from ddtree.sampling.noise import PLAIN

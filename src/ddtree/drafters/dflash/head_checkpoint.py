@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ddtree.drafters.dflash.config_formats import HEAD_KINDS, read_coupling
-from ddtree.drafters.dflash.heads import Head, create
-from ddtree.drafters.dflash.weight_files import (
+from ddtree.drafters.dflash.folder import (
     REMEDY,
     check_tensors,
     read_json,
     read_tensors,
     write_folder,
 )
+from ddtree.drafters.dflash.heads import Head, create
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.sampling.noise import PLAIN
 from ddtree.validation import is_whole
