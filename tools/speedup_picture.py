@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ddtree.bench.results import read
-from ddtree.bench.run_stats import RunStats, all_stats
+from ddtree.bench.tables import RunStats, all_stats
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RAW = DOCS / "results" / "present-cpu.jsonl"
@@ -29,7 +29,7 @@ THICKNESS = 0.38
 def speedups(stats: RunStats) -> dict[str, float]:
     """Return by task how many times as fast as `off` decoding with `auto` is, and the geometric mean over tasks."""
     found = {NAMES[task]: stats.ratio("auto", "off", task) for task in stats.tasks}
-    return {name: value for name, value in {**found, MEAN: stats.geometric("auto", "off")}.items() if value}
+    return {name: value for name, value in {**found, MEAN: stats.geometric("auto", "off")}.items() if value > 0}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Tables of a benchmark's results: speeds, ratios, accepted tokens, and checks of what is said of them."""
+"""Tables of a benchmark's results: speeds, ratios, accepted tokens, and checks of claims about them."""
 
 from __future__ import annotations
 

@@ -159,12 +159,9 @@ def _header(
             "cells": [method.name for method in compared if method.name not in BASELINES],
             "baselines": [method.name for method in compared if method.name in BASELINES],
             "temperatures": args.temperatures,
-            "prompts": [str(name) for name in args.prompts],
+            "prompts": args.prompts,
             "prompts_digest": digest,
-            "max_tokens": args.max_tokens,
-            "turns": args.turns,
-            "messages": args.messages,
-            "seed": args.seed,
+            **{name: getattr(args, name) for name in ("max_tokens", "turns", "messages", "seed")},
         },
     }
 
