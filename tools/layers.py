@@ -44,7 +44,6 @@ LAYERS: tuple[dict[str, str], ...] = (
     {"tree": "`DraftTree`: build, ancestor mask, walk"},
     {
         "stats": "time and counts of a sequence",
-        "progress": "a line that tells how far a long job is",
         "storage": "the cache folder, and files written whole or not at all",
         "validation": "checks and wording that error messages share",
     },

@@ -29,7 +29,9 @@ THICKNESS = 0.38
 def speedups(stats: RunStats) -> dict[str, float]:
     """Return by task how many times as fast as `off` decoding with `auto` is, and the geometric mean over tasks."""
     found = {NAMES[task]: stats.ratio("auto", "off", task) for task in stats.tasks}
-    return {name: value for name, value in {**found, MEAN: stats.geometric("auto", "off")}.items() if value > 0}
+    return {
+        name: value for name, value in {**found, MEAN: stats.geometric("auto", "off")}.items() if value > 0
+    }
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Acceptance along known answers."""
+"""ReplayCounts along known answers."""
 
 import pytest
 import torch

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from ddtree.train.conversations import ConversationFilter, is_looping, unprintable_tokens
 from ddtree.train.data import Conversation
-from ddtree.train.filters import ConversationFilter, is_looping, unprintable_tokens
 
 EOS = 5
 GOOD = [20, 21, 22, 23, EOS]

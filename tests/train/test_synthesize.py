@@ -17,11 +17,11 @@ from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.model import kv_cache
 from ddtree.model.target import Target
 from ddtree.train import synthesize
+from ddtree.train.arguments import add_options
+from ddtree.train.conversations import ChatTemplate
 from ddtree.train.data import read_shard, shard_indices, shard_path
-from ddtree.train.options import add_options
 from ddtree.train.steps import synthesis_config
 from ddtree.train.synthesize import SynthesisConfig, Synthesizer
-from ddtree.train.user_messages import ChatTemplate
 
 EOS = 5
 TEMPLATE = ChatTemplate(prefix=[1, 7, 9], middle=[EOS, 3, 11])

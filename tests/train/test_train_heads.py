@@ -11,8 +11,8 @@ from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.heads import KINDS, create
 from ddtree.errors import CheckpointError
 from ddtree.model.target import Target
+from ddtree.train.arguments import TrainConfig
 from ddtree.train.batches import Draws, collate
-from ddtree.train.config import TrainConfig
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
 from ddtree.train.initial import draft_config, feature_layers, initial_net
 from ddtree.train.jobs import HeadsJob, TrainingBackbone, build_heads

@@ -16,8 +16,8 @@ from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
 from ddtree.stats import Clock
 from ddtree.train import config as config_module
+from ddtree.train.arguments import Schedule, TrainConfig
 from ddtree.train.batches import Draws, block_states, collate
-from ddtree.train.config import Schedule, TrainConfig
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
 from ddtree.train.evaluate import replay
 from ddtree.train.features import Teacher

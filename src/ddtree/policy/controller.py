@@ -210,7 +210,7 @@ class Controller:
             self.current, self._switched = best, self.rounds
 
 
-class _Round:
+class _OpenRound:
     """A round between its plan and its result.
 
     Args:
@@ -263,7 +263,7 @@ class Policy:
         self.acceptance = defaultdict(Acceptance, acceptance or {})
         self._controllers: dict[tuple[Request, int], Controller] = {}
         self._context = 0.0
-        self._round: _Round
+        self._round: _OpenRound
         self._drafted: set[str] = set()
 
     def plan(
@@ -280,7 +280,7 @@ class Policy:
         own = {r: self._controller(r, len(requests)) for r in dict.fromkeys(requests) if r.automatic}
         chosen = {request: controller.choose() for request, controller in own.items()}
         choices = [chosen.get(request) or request.fixed() for request in requests]
-        self._round = _Round(requests, choices, own, self._context, any(fresh))
+        self._round = _OpenRound(requests, choices, own, self._context, any(fresh))
         return choices
 
     def cut(
@@ -358,7 +358,7 @@ class Policy:
             "acceptance_seen": {name: known.seen for name, known in self.acceptance.items()},
         }
 
-    def _time(self, now: _Round, nodes: int, seconds: Mapping[str, float]) -> None:
+    def _time(self, now: _OpenRound, nodes: int, seconds: Mapping[str, float]) -> None:
         rows, context, sampled = now.load
         self.latency.observe_verify(nodes, rows, context, seconds["verify"])
         self.latency.observe_overhead(seconds["walk"] + seconds["commit"])
@@ -372,7 +372,7 @@ class Policy:
                 self.latency.observe_draft(now.names, most, rows, context, sampled, drafted)
 
     def _counterfactual(
-        self, now: _Round, controller: Controller, rows: Sequence[int], answers: Sequence[Sequence[int]]
+        self, now: _OpenRound, controller: Controller, rows: Sequence[int], answers: Sequence[Sequence[int]]
     ) -> dict[Arm, float]:
         """Return the tokens a row that the other arms would have made, each with the number of nodes that pays."""
         request, made = now.requests[rows[0]], {}

@@ -10,10 +10,9 @@ from ddtree.errors import ConfigError
 from ddtree.model.pretrained import choose_device, load_causal_lm
 from ddtree.model.target import Target
 from ddtree.train import steps
-from ddtree.train.config import TrainConfig
+from ddtree.train.arguments import TrainConfig, add_options
 from ddtree.train.distributed import Group, local_device, wants_fsdp
 from ddtree.train.evaluate import EvaluationOptions
-from ddtree.train.options import add_options
 from ddtree.train.synthesize import SynthesisConfig
 
 _STEPS: dict[str, Callable[..., None]] = {

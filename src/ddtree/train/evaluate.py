@@ -1,4 +1,4 @@
-"""Acceptance without the target: a drafter replayed along answers that the target has already given.
+"""ReplayCounts without the target: a drafter replayed along answers that the target has already given.
 
 Each round the drafter proposes, as it would in the engine, and the known answer is followed down the tree for as long
 as it is there. This is exactly what verification would accept, whatever the drafter and however the answer was
@@ -25,9 +25,9 @@ from ddtree.model.kv_cache import drop_row
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
+from ddtree.train.arguments import option
 from ddtree.train.data import Example
 from ddtree.train.export import DRAFTER, NGRAMS, DrafterScore
-from ddtree.train.options import option
 from ddtree.tree import MAX_DEPTH, following, walk
 
 _ROWS, _CPU_ROWS = 64, 16
@@ -43,7 +43,7 @@ class EvaluationOptions:
 
 
 @dataclass
-class Acceptance:
+class ReplayCounts:
     """Counts of a replay.
 
     Attributes:
@@ -60,7 +60,7 @@ class Acceptance:
 
     @property
     def tau(self) -> float:
-        """Acceptance length: tokens per round."""
+        """ReplayCounts length: tokens per round."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
 
@@ -86,7 +86,7 @@ def replay(
     temperature: float = 1.0,
     clock: Clock | None = None,
     report: Callable[[int], None] | None = None,
-) -> Acceptance:
+) -> ReplayCounts:
     """Replay a drafter along answers, up to `rows` of them side by side.
 
     Args:
@@ -103,7 +103,7 @@ def replay(
     """
     waiting = iter(examples)
     active: list[_Row] = []
-    result = Acceptance()
+    result = ReplayCounts()
     clock = clock or Clock()
     done = 0
     while True:

@@ -210,7 +210,7 @@ class Chunk:
 
     at: slice
     labels: Labels
-    teacher: _Teacher | None
+    teacher: _TeacherScores | None
 
 
 def chunks(
@@ -244,12 +244,12 @@ def chunks(
         teacher = None
         if hidden is not None:
             rows = hidden.flatten(0, 1)[flat[at].flatten()]
-            teacher = _Teacher(vocabulary.logits(rows).softmax(dim=-1), None)
+            teacher = _TeacherScores(vocabulary.logits(rows).softmax(dim=-1), None)
         yield Chunk(at, labels.part(at), teacher)
 
 
 @dataclass(frozen=True, eq=False)
-class _Teacher:
+class _TeacherScores:
     """The target's distributions of some slots: one row for each slot, or rows that slots of several blocks share.
 
     Attributes:
@@ -267,13 +267,13 @@ class _Teacher:
         return torch.cat([self.rows[start : start + slots] for start in self.starts])
 
 
-def _shared(hidden: Tensor, places: Tensor, vocabulary: Vocabulary) -> _Teacher:
+def _shared(hidden: Tensor, places: Tensor, vocabulary: Vocabulary) -> _TeacherScores:
     """Compute the distributions of a conversation, each once: blocks overlap, and on a CPU that pays."""
     slots = places.shape[1]
     starts = places[:, 0].tolist()
     first, last = min(starts), max(starts) + slots
     rows = vocabulary.logits(hidden[first:last]).softmax(dim=-1)
-    return _Teacher(
+    return _TeacherScores(
         functional.pad(rows, (0, 0, 0, last - first - len(rows))), [start - first for start in starts]
     )
 
@@ -313,7 +313,7 @@ def score_loss(
     return sums, derived.mul_(weights.view(-1, 1))
 
 
-def _subtract(derived: Tensor, scores: Tensor, teacher: _Teacher, share: float, slots: int) -> Tensor:
+def _subtract(derived: Tensor, scores: Tensor, teacher: _TeacherScores, share: float, slots: int) -> Tensor:
     """Subtract `share` of the target's distributions from `derived`; return the scores' means [n] under them."""
     if teacher.starts is None:
         derived.sub_(teacher.rows, alpha=share)

@@ -23,11 +23,11 @@ from ddtree.drafters.loading import with_head
 from ddtree.drafters.ngram_builder import build_table
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
-from ddtree.progress import ProgressLine
 from ddtree.sampling.noise import PLAIN
 from ddtree.train import export as exporting
 from ddtree.train import synthesize as synthesizing
-from ddtree.train.config import TrainConfig
+from ddtree.train.arguments import TrainConfig, from_arguments, option
+from ddtree.train.conversations import ChatTemplate, read_user_messages
 from ddtree.train.coupling import fit_coupling
 from ddtree.train.data import (
     Corpus,
@@ -44,10 +44,8 @@ from ddtree.train.features import Teacher
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
 from ddtree.train.jobs import DrafterJob, HeadsJob, build_heads
 from ddtree.train.loss import LOSSES, Vocabulary
-from ddtree.train.options import from_arguments, option
 from ddtree.train.trainer import Trainer
-from ddtree.train.training_log import HeldOutScore, TrainProgressLine
-from ddtree.train.user_messages import ChatTemplate, read_user_messages
+from ddtree.train.training_log import HeldOutScore, ProgressLine, TrainProgressLine
 
 _BATCH_SIZE, _CPU_BATCH_SIZE = 64, 2  # a CPU gains nothing from wide passes
 # A head sees the path, so the target's distribution there is its label; Domino's published recipe takes the tokens

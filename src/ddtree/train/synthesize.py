@@ -25,10 +25,16 @@ from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.sampler import SamplingParams
 from ddtree.storage import atomic_write
+from ddtree.train.arguments import option
+from ddtree.train.conversations import (
+    SHORTEST_MESSAGE,
+    ChatTemplate,
+    ConversationFilter,
+    encode_user_messages,
+    is_looping,
+    unprintable_tokens,
+)
 from ddtree.train.data import Conversation, read_shard, shard_indices, shard_path, write_shard
-from ddtree.train.filters import SHORTEST_MESSAGE, ConversationFilter, is_looping, unprintable_tokens
-from ddtree.train.options import option
-from ddtree.train.user_messages import ChatTemplate, encode_user_messages
 
 ROWS_ON_ACCELERATORS = 4096
 _LOOP_EVERY = 16  # tokens between checks for a loop

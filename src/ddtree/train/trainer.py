@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.storage import atomic_write
+from ddtree.train.arguments import Schedule, TrainConfig
 from ddtree.train.batches import Batch, Batches, Draws
-from ddtree.train.config import Schedule, TrainConfig
 from ddtree.train.data import Corpus
 from ddtree.train.distributed import Group, gradients
 from ddtree.train.loss import Sums

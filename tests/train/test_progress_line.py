@@ -2,7 +2,7 @@
 
 import io
 
-from ddtree.progress import ProgressLine
+from ddtree.train.training_log import ProgressLine
 
 
 def test_a_line_tells_label_share_unit_and_note():

@@ -7,7 +7,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from ddtree.errors import ConfigError
-from ddtree.train.user_messages import ChatTemplate, encode_user_messages, read_user_messages
+from ddtree.train.conversations import ChatTemplate, encode_user_messages, read_user_messages
 
 
 @pytest.fixture(scope="module")
