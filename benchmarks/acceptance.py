@@ -28,7 +28,7 @@ from ddtree.model.pretrained import load_causal_lm
 from ddtree.model.target import Target
 from ddtree.prompts import encode
 from ddtree.sampling.noise import PLAIN, Noise
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.stats import Clock
 from ddtree.train.data import Conversation, Example, make_example, read_shard, teacher_pass, write_shard
 from ddtree.train.evaluate import replay

@@ -37,7 +37,8 @@ from ddtree.model.target import Target
 from ddtree.policy import Request, cache
 from ddtree.policy.controller import Policy
 from ddtree.policy.latency import LatencyTable, Sample
-from ddtree.sampling.sampler import Sampler, SamplingParams
+from ddtree.sampling.params import SamplingParams
+from ddtree.sampling.sampler import Sampler
 from ddtree.stats import Clock
 from ddtree.train.data import Example
 from ddtree.train.evaluate import show

@@ -17,7 +17,7 @@ from collections import defaultdict
 from watch import Watch
 
 import ddtree
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 
 PROMPTS = (
     "Explain how a suspension bridge carries its load.",

@@ -101,7 +101,7 @@ def without_vocabulary(checkpoint: Path, folder: Path) -> Path:
 def decode_ours(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
     """Decode a prompt; return its tokens, how many each forward pass gave, and the best scores of each position."""
     from ddtree.engine.engine import Engine
-    from ddtree.sampling.sampler import SamplingParams
+    from ddtree.sampling.params import SamplingParams
 
     engine = Engine(target, drafter, max_rows=1)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=TOP)

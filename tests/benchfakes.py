@@ -8,7 +8,7 @@ from ddtree.bench.methods import Measurement
 from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.results import Results, ResultsFile, read
 from ddtree.bench.runner import BenchPlan, BenchRunner
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.stats import Stats
 
 TEXT = (3, 1, 4, 1, 5, 9, 2, 6)

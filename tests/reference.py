@@ -6,7 +6,8 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from ddtree.sampling.sampler import Noise, SamplingParams
+from ddtree.sampling.noise import Noise
+from ddtree.sampling.params import SamplingParams
 
 
 def processed(logits: Tensor, prefix: list[int], prompt_length: int, params: SamplingParams) -> Tensor:

@@ -8,7 +8,7 @@ import words
 from ddtree.engine.detokenizer import Detokenizer
 from ddtree.engine.engine import Engine
 from ddtree.model.target import Target
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from scripted import Scripted
 
 PROMPT = tiny.prompt(9)

@@ -45,9 +45,8 @@ LAYERS: tuple[dict[str, str], ...] = (
     {
         "stats": "time and counts of a sequence",
         "storage": "the cache folder, and files written whole or not at all",
-        "validation": "checks and wording that error messages share",
     },
-    {"errors": "what a user can cause"},
+    {"errors": "what a user can cause, and the checks and wording of messages"},
 )
 
 

@@ -19,7 +19,7 @@ from ddtree.engine.detokenizer import Detokenizer, bad_word_ids
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.engine.planner import unmeasured
 from ddtree.engine.sequence import Piece, Result
-from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError, check_whole, did_you_mean
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.demo import demo_drafter
@@ -28,8 +28,7 @@ from ddtree.model.pretrained import check_causal_lm, load_causal_lm
 from ddtree.model.target import Target
 from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
 from ddtree.prompts import Message, Prompt
-from ddtree.sampling.sampler import SamplingParams
-from ddtree.validation import check_whole, did_you_mean
+from ddtree.sampling.params import SamplingParams
 
 __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
 

@@ -24,13 +24,12 @@ from ddtree.drafters.dflash.head_checkpoint import is_head
 from ddtree.drafters.dflash.heads import Head
 from ddtree.drafters.draft_model import check_vocabulary
 from ddtree.drafters.ngram_table import NgramTable
-from ddtree.errors import CheckpointError, ConfigError, DDTreeError
+from ddtree.errors import CheckpointError, ConfigError, DDTreeError, first_line
 from ddtree.model import pretrained
 from ddtree.model.compat import places_in_model
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.target import Target, eos_ids, why_no_tree
 from ddtree.sampling.noise import PLAIN
-from ddtree.validation import first_line
 
 Facts = list[tuple[str, str]]
 """Lines to show: label and value."""

@@ -17,7 +17,7 @@ from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.policy.calibration import quick
 from ddtree.policy.controller import Policy
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 
 NAMES = ["off", "chain", "tree:8", "auto"]
 GREEDY, SAMPLED = (SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0))

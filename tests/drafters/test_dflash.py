@@ -19,8 +19,8 @@ from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
 from ddtree.model.kv_cache import KVCache
 from ddtree.model.target import Target
-from ddtree.sampling.noise import PLAIN
-from ddtree.sampling.sampler import Noise, SamplingParams
+from ddtree.sampling.noise import PLAIN, Noise
+from ddtree.sampling.params import SamplingParams
 from ddtree.stats import Clock
 from ddtree.train.batches import Batch, pack
 from drafting import varied_network

@@ -13,7 +13,7 @@ from ddtree.engine.engine import Engine
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.stats import Clock
 from drafting import scored
 

@@ -12,7 +12,7 @@ from ddtree.drafters.ngram import Lookup
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree
 

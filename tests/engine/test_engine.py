@@ -7,7 +7,7 @@ import tiny
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError, PromptError
 from ddtree.model.target import Target
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from scripted import Scripted
 
 LENGTH = 40

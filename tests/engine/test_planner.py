@@ -11,7 +11,8 @@ from ddtree.engine.sequence import Sequence
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.policy import OFF, Arm, Choice, Request
-from ddtree.sampling.sampler import Sampler, SamplingParams
+from ddtree.sampling.params import SamplingParams
+from ddtree.sampling.sampler import Sampler
 from ddtree.stats import Clock
 from scripted import Scripted
 

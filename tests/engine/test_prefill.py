@@ -9,7 +9,7 @@ from ddtree.engine.engine import Engine
 from ddtree.errors import CacheMemoryError
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.target import Target
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from scripted import Scripted
 
 LENGTH = 24

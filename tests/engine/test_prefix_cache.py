@@ -5,10 +5,10 @@ import torch
 
 import tiny
 from ddtree.engine.engine import Engine
-from ddtree.engine.prefix_cache import PrefixStore
+from ddtree.engine.prefix_cache import PrefixCache
 from ddtree.model.target import Target
+from ddtree.sampling.params import SamplingParams
 from ddtree.sampling.processors import common_length
-from ddtree.sampling.sampler import SamplingParams
 
 # Of a token below: two layers of keys and values of one head of 3 floats, and 2 features.
 TOKEN = (2 * 2 * 3 + 2) * 4
@@ -21,7 +21,7 @@ def states(tokens, scale=1.0):
 
 
 def filled(texts, limit=10**6):
-    store = PrefixStore(limit, features=True)
+    store = PrefixCache(limit, features=True)
     for text in texts:
         add(store, text)
     return store
@@ -99,7 +99,7 @@ def test_an_answer_is_kept_behind_its_prompt_and_not_without_it():
     text = list(range(1, 9))
     features = torch.tensor(text, dtype=torch.float32)[:, None].expand(-1, 2)
     for evicted in (False, True):
-        store = PrefixStore(12 * TOKEN, features=True)
+        store = PrefixCache(12 * TOKEN, features=True)
         store.add_row(text[:5], reader(text), [features[:5]])
         store.observe(0, features[5:7])
         store.observe(0, features[7:])

@@ -9,7 +9,7 @@ from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError, PromptError
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.target import Target
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 
 # Two layers of keys and values, two heads of 8 floats.
 TOKEN = 2 * 2 * 2 * 8 * 4

@@ -12,7 +12,7 @@ from ddtree.engine.engine import Engine
 from ddtree.model.kv_cache import KVCache
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

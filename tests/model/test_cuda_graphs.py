@@ -8,7 +8,7 @@ from ddtree.engine.engine import Engine
 from ddtree.model import kv_cache as cache_module
 from ddtree.model.cuda_graphs import CudaGraphs, _padded
 from ddtree.model.target import Target
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.tree import DraftTree
 
 PROMPTS = [tiny.prompt(n, seed=n) for n in (6, 31, 14)]

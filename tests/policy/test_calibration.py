@@ -16,7 +16,7 @@ from ddtree.errors import CacheMemoryError, ConfigError, UnsupportedModelError
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.target import Target
 from ddtree.policy import calibration
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.tree import MAX_DEPTH
 
 GRID = {"rows": (1, 3), "contexts": (8, 40), "widths": (1, 2, 5, 12), "turns": 2}

@@ -16,7 +16,7 @@ from ddtree.model.target import Target
 from ddtree.policy import OFF, Arm, Choice, Request
 from ddtree.policy.controller import Policy
 from ddtree.policy.latency import LatencyTable, Sample
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.tree import DraftTree
 from scripted import Scripted
 

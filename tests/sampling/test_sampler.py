@@ -12,7 +12,8 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.sampling import sampler as sampling
 from ddtree.sampling.noise import Noise
-from ddtree.sampling.sampler import Sampler, SamplingParams
+from ddtree.sampling.params import SamplingParams
+from ddtree.sampling.sampler import Sampler
 
 VOCAB = 400
 EOS = frozenset({2})

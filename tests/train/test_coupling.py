@@ -9,8 +9,7 @@ from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.errors import ConfigError
 from ddtree.model.target import Target
-from ddtree.sampling.noise import PLAIN
-from ddtree.sampling.sampler import Noise
+from ddtree.sampling.noise import PLAIN, Noise
 from ddtree.train.coupling import _TraceRecorder, fit_coupling, fit_traces
 
 

@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.tables import Table, quartiles
-from ddtree.errors import ConfigError, DDTreeError
-from ddtree.validation import check_whole, first_line
+from ddtree.errors import ConfigError, DDTreeError, check_whole, first_line
 
 try:
     import httpx

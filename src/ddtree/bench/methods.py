@@ -27,7 +27,7 @@ from ddtree.errors import ConfigError, PromptError
 from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
 from ddtree.policy.acceptance import Acceptance
 from ddtree.policy.controller import Policy
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.stats import Clock, Stats
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddtree.model.kv_cache import KVCache
 from ddtree.sampling.noise import Noise
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.tree import DraftTree
 
 _WINDOW = 48  # positions over which the noise of the forward pass is measured

@@ -12,8 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ddtree.errors import ConfigError
-from ddtree.validation import is_whole
+from ddtree.errors import ConfigError, is_whole
 
 SMALL = "small"
 MOST = 128  # prompts of a hub set where --per-task says nothing, as in the paper

@@ -14,7 +14,7 @@ from ddtree.bench.methods import OFF, DecodingMethod, ModelPair
 from ddtree.bench.prompt_sets import BenchPrompt
 from ddtree.bench.results import ResultsFile
 from ddtree.errors import ConfigError
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 
 _WARM_UP_TOKENS = 32
 

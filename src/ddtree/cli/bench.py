@@ -216,7 +216,7 @@ def _write_json(path: Path | None, value: dict[str, Any]) -> None:
 
 def _settle(args: argparse.Namespace) -> None:
     """Fill in what was not given, and raise ConfigError for what cannot be."""
-    from ddtree.sampling.sampler import SamplingParams
+    from ddtree.sampling.params import SamplingParams
 
     for name, usual in (_QUICK if args.quick else _FULL).items():
         if getattr(args, name) is None:

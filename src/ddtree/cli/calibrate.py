@@ -104,7 +104,7 @@ def _learn(model: Any, policy: Any, prompts: list[list[int]], into: str | None) 
     from tqdm import tqdm
 
     from ddtree.policy import OFF, Request, cache
-    from ddtree.sampling.sampler import SamplingParams
+    from ddtree.sampling.params import SamplingParams
 
     engine = model.engine
     engine.policy = policy

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ddtree.drafters import DraftRow, keep_chains
-from ddtree.errors import CheckpointError
+from ddtree.errors import CheckpointError, check_whole
 from ddtree.model.kv_cache import KVFootprint, drop_row, token_bytes
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
 from ddtree.stats import Clock
 from ddtree.tree import MAX_DEPTH, DraftTree, grow, prune
-from ddtree.validation import check_whole
 
 MAX_WIDTH = 32
 # Longer backlogs (prompts) are processed a row at a time, without padding; a round commits no more than this.

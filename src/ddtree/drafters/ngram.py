@@ -23,12 +23,11 @@ from torch import Tensor
 
 from ddtree.drafters import DraftRow
 from ddtree.drafters.ngram_table import DOUBT, MAX_ORDER, NgramTable, extend_hash
-from ddtree.errors import CheckpointError, ConfigError
+from ddtree.errors import CheckpointError, ConfigError, check_whole
 from ddtree.model.kv_cache import drop_row
 from ddtree.sampling.noise import PLAIN, Noise, check_coupling
 from ddtree.stats import Clock
 from ddtree.tree import MAX_DEPTH, DraftTree
-from ddtree.validation import check_whole
 
 _MEAN_GUMBEL = 0.5772
 _WEIGHT, _WEIGHT_ALONE = 6.0, 2.0

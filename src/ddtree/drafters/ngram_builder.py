@@ -29,10 +29,9 @@ from ddtree.drafters.ngram_table import (
     MAX_SUCCESSORS,
     NgramTable,
 )
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, check_whole
 from ddtree.sampling.noise import check_coupling
 from ddtree.storage import atomic_write
-from ddtree.validation import check_whole
 
 SAMPLED_COUPLING = (0.7, 1.0)
 """Noise coupling that fits tables of a target's sampled answers: 5 % more accepted at temperature 1 (demo target)."""

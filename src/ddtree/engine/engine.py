@@ -18,18 +18,18 @@ from torch import Tensor
 from ddtree.drafters import Drafter, claim, kv_footprints_of, release
 from ddtree.engine.detokenizer import Detokenizer
 from ddtree.engine.planner import Planner, check_prompt
-from ddtree.engine.prefix_cache import PrefixStore
+from ddtree.engine.prefix_cache import PrefixCache
 from ddtree.engine.scheduler import ChunkedPrefill, KVBudget, Scheduler
 from ddtree.engine.sequence import Sequence
-from ddtree.errors import CacheMemoryError, ConfigError
+from ddtree.errors import CacheMemoryError, ConfigError, check_whole
+from ddtree.model import TargetModel
 from ddtree.model.kv_cache import drop_row, out_of_memory
-from ddtree.model.protocol import TargetModel
 from ddtree.policy import AutoBudget, AutoMethod, Choice, Request
 from ddtree.policy.controller import Policy
-from ddtree.sampling.sampler import Sampler, SamplingParams
+from ddtree.sampling.params import SamplingParams
+from ddtree.sampling.sampler import Sampler
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
-from ddtree.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class Engine:
         self._cache: Any = target.new_cache()
         target.use_features(drafter.feature_layers if drafter else ())
         self._kv_footprints = kv_footprints_of(drafter)
-        self.prefixes: PrefixStore | None = None
+        self.prefixes: PrefixCache | None = None
         if prefix_bytes and target.verifies_trees:
-            self.prefixes = PrefixStore(prefix_bytes, features=bool(target.feature_layers))
+            self.prefixes = PrefixCache(prefix_bytes, features=bool(target.feature_layers))
         self._budget: KVBudget | None = None
         if cache_bytes is not None:
             stay = self.prefixes is not None

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ddtree.drafters import Drafter, DraftRow, lagging_rows_of, parts_of
 from ddtree.errors import ConfigError, PromptError
-from ddtree.model.protocol import TargetWeights
+from ddtree.model import TargetWeights
 from ddtree.policy import OFF, UNMEASURED_BUDGET, AutoBudget, AutoMethod, Choice, Proposals, Request
 from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import Sampler

@@ -63,7 +63,7 @@ class _Node:
         self.used = 0
 
 
-class PrefixStore:
+class PrefixCache:
     """Parts of texts within a bound of memory; the least recently used go first.
 
     It follows the rows of a cache (packed, the last row takes the place of a dropped one), because the features of an

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ddtree.engine.prefix_cache import Part, PrefixStore
+from ddtree.engine.prefix_cache import Part, PrefixCache
 from ddtree.engine.sequence import Sequence
 from ddtree.errors import ConfigError, PromptError
+from ddtree.model import TargetModel
 from ddtree.model.kv_cache import KVFootprint, token_bytes
-from ddtree.model.protocol import TargetModel
 from ddtree.sampling.sampler import token_logprobs
 
 _SPARE = 64
@@ -192,7 +192,7 @@ class Scheduler:
         max_rows: int,
         prefill_chunk: int,
         budget: KVBudget | None,
-        prefixes: PrefixStore | None,
+        prefixes: PrefixCache | None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.prefill: ChunkedPrefill | None = None

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ddtree.engine.detokenizer import Detokenizer
 from ddtree.policy import Arm, Request
-from ddtree.sampling.sampler import Sampler, SamplingParams, TokenLogprobs
+from ddtree.sampling.params import SamplingParams
+from ddtree.sampling.sampler import Sampler, TokenLogprobs
 from ddtree.stats import Stats
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]

@@ -29,14 +29,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from ddtree.drafters import Drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine.engine import Engine, Sequence
-from ddtree.errors import ConfigError, PromptError, UnsupportedModelError
+from ddtree.errors import ConfigError, PromptError, UnsupportedModelError, check_whole
 from ddtree.model.architectures import extrapolates
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.compat import CACHE_NAMES
 from ddtree.model.target import Target, why_no_tree
 from ddtree.policy import Method
-from ddtree.sampling.sampler import SamplingParams
-from ddtree.validation import check_whole
+from ddtree.sampling.params import SamplingParams
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

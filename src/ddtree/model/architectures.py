@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ddtree.errors import ConfigError
-from ddtree.validation import check_whole
+from ddtree.errors import ConfigError, check_whole
 
 TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers whose state is keys and values by token, so that rejected tokens can be cut off."""

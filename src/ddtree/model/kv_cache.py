@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import CacheMemoryError
-from ddtree.model.protocol import TargetModel
+from ddtree.model import TargetModel
 
 _FIRST_TOKENS = 256
 

@@ -13,9 +13,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ddtree.errors import CheckpointError, ConfigError, DDTreeError, UnsupportedModelError
+from ddtree.errors import CheckpointError, ConfigError, DDTreeError, UnsupportedModelError, first_line
 from ddtree.model.demo import resolve
-from ddtree.validation import first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

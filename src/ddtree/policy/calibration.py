@@ -19,14 +19,13 @@ import numpy as np
 import torch
 
 from ddtree.drafters import Drafter, DraftRow, parts_of
-from ddtree.errors import CacheMemoryError, ConfigError, UnsupportedModelError
-from ddtree.model.protocol import TargetModel
+from ddtree.errors import CacheMemoryError, ConfigError, UnsupportedModelError, is_whole
+from ddtree.model import TargetModel
 from ddtree.policy import cache
 from ddtree.policy.controller import Policy
 from ddtree.policy.latency import CUT_SHORT, LatencyTable, Sample
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
-from ddtree.validation import is_whole
 
 # Nodes of a pass, root included. Reasoned: a cost curve bends by no more than a few percent between two of them; half
 # as many would hide where it does, twice as many take twice as long.

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddtree.errors import ConfigError
-from ddtree.validation import is_whole
+from ddtree.errors import ConfigError, is_whole
 
 MAX_SEED = 2**63
 MAX_POSITION = 2**31

@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, is_whole
 from ddtree.sampling.noise import MAX_SEED
-from ddtree.validation import is_whole
 
 Processor = Callable[[list[int], Tensor], Tensor]
 """Custom processor: (prefix token ids, logits float32 [V]) -> logits [V], a pure function."""

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, did_you_mean, is_whole
 from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH
-from ddtree.validation import did_you_mean, is_whole
 
 _METHODS = ("off", "chain", "tree", "auto")
 

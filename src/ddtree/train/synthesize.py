@@ -23,7 +23,7 @@ import numpy as np
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.model.target import Target
-from ddtree.sampling.sampler import SamplingParams
+from ddtree.sampling.params import SamplingParams
 from ddtree.storage import atomic_write
 from ddtree.train.arguments import option
 from ddtree.train.conversations import (

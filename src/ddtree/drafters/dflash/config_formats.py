@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree.drafters.dflash.network import DFlashConfig
-from ddtree.errors import CheckpointError, ConfigError
+from ddtree.errors import CheckpointError, ConfigError, is_whole
 from ddtree.sampling.noise import PLAIN, check_coupling
-from ddtree.validation import is_whole
 
 _DEFAULT_BLOCK = 16
 _MOST_LAYERS = 256

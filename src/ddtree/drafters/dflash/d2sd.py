@@ -10,13 +10,12 @@ from torch import Tensor
 from ddtree.drafters import DraftRow, keep_chains
 from ddtree.drafters.dflash import BlockDrafter
 from ddtree.drafters.dflash.backbone import Backbone
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, check_whole
 from ddtree.model.kv_cache import KVFootprint
 from ddtree.sampling.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, best_first, grow, merge, prune
 from ddtree.tree.build import ABSENT, cheapest, costs_of
-from ddtree.validation import check_whole
 
 # Prefixes expanded a level, and children of a branch's; trees of up to as many nodes are the best.
 _WIDTH = 64

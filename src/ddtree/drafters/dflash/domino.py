@@ -12,11 +12,10 @@ from ddtree.drafters import DraftRow, keep_chains
 from ddtree.drafters.dflash import HeadDrafter
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.heads import BackboneParts, DominoHead
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, check_whole
 from ddtree.sampling.noise import PLAIN
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, DraftTree, grow, prune
-from ddtree.validation import check_whole
 
 _TINY = 1e-30
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ddtree.drafters.dflash.network import DFlashConfig
-from ddtree.errors import CheckpointError, ConfigError
-from ddtree.validation import first_line
+from ddtree.errors import CheckpointError, ConfigError, first_line
 
 REMEDY = "download it again, or name another drafter"
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"

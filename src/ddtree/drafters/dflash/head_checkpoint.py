@@ -23,9 +23,8 @@ from ddtree.drafters.dflash.folder import (
     write_folder,
 )
 from ddtree.drafters.dflash.heads import Head, create
-from ddtree.errors import CheckpointError, ConfigError
+from ddtree.errors import CheckpointError, ConfigError, is_whole
 from ddtree.sampling.noise import PLAIN
-from ddtree.validation import is_whole
 
 ARCHITECTURE = "DDTreeHead"
 _SCALE = ".scale"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddtree.drafters.dflash.network import Norm
-from ddtree.errors import CheckpointError, ConfigError
-from ddtree.validation import check_whole
+from ddtree.errors import CheckpointError, ConfigError, check_whole
 
 
 class BackboneParts(Protocol):

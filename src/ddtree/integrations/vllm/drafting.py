@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddtree.drafters import Drafter, parts_of
 from ddtree.engine.planner import Plan, Planner
-from ddtree.engine.prefix_cache import PrefixStore
+from ddtree.engine.prefix_cache import PrefixCache
 from ddtree.integrations.vllm.request_state import RequestState, StepRow, Verified
 from ddtree.model.kv_cache import Columns, drop_row
 from ddtree.policy import OFF
@@ -37,9 +37,9 @@ class DrafterRows:
     def __init__(self, drafter: Drafter, feature_bytes: int) -> None:
         self.drafter = drafter
         self.rows: list[RequestState] = []
-        self._store: PrefixStore | None = None
+        self._store: PrefixCache | None = None
         if drafter.feature_layers and feature_bytes:
-            self._store = PrefixStore(feature_bytes, features=True)
+            self._store = PrefixCache(feature_bytes, features=True)
 
     def resume(self, state: RequestState, base: int) -> None:
         """Begin, or resume, a request whose first `base` tokens vLLM has in its cache."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ddtree.errors import UnsupportedModelError
+from ddtree.model import TargetWeights
 from ddtree.model.architectures import eos_ids
-from ddtree.model.protocol import TargetWeights
 
 
 class EngineTarget(TargetWeights):

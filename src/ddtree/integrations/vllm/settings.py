@@ -9,12 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 from ddtree.engine.planner import check_drafting
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, check_whole, did_you_mean
 from ddtree.policy import AutoBudget, AutoMethod
 from ddtree.sampling.noise import MAX_SEED
 from ddtree.sampling.params import MAX_TOKEN, SamplingParams
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH
-from ddtree.validation import check_whole, did_you_mean
 
 KEY = "ddtree"
 """Name of the settings in the engine's `additional_config`, and of a request's own in `SamplingParams.extra_args`."""
