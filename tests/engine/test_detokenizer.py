@@ -324,18 +324,6 @@ def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
     assert detokenizer.stop_string is None
 
 
-def test_a_stop_string_at_the_very_start_leaves_nothing() -> None:
-    pieces, detokenizer, _ = run("xyz rest", ["xyz"])
-    assert "".join(pieces) == ""
-    assert detokenizer.stop_string
-    assert detokenizer.kept == 3
-
-
-def test_overlapping_beginnings_are_followed() -> None:
-    assert run("aaaab", ["aab"])[1].text == "aa"
-    assert run("abababac", ["ababac"])[1].text == "ab"
-
-
 def test_the_string_completed_first_counts() -> None:
     _, detokenizer, _ = run("abcd", ["bcd", "c"])
     assert (detokenizer.text, detokenizer.stop_string) == ("ab", "c")

@@ -79,20 +79,6 @@ def test_min_tokens_keeps_a_stop_token_from_ending_the_text(model, prompts, text
     assert sequence.output_length >= 6
 
 
-def test_output_tokens_equal_to_any_id_are_kept(model, prompts, texts):
-    """A target may emit the drafter's mask id; text is cut by length, never by value."""
-    for banned in set(texts[0][len(prompts[0]) :]):
-        sequence = decode(model, Scripted(texts), prompts[0], greedy())
-        assert banned in sequence.output
-
-
-def test_a_ragged_batch_equals_its_rows_alone(model, prompts, texts):
-    engine = Engine(Target(model), Scripted(texts))
-    sequences = [engine.add(p, greedy(), budget=b) for p, b in zip(prompts, (3, 64, 8), strict=True)]
-    run(engine, sequences)
-    assert [s.tokens for s in sequences] == texts
-
-
 def test_sequences_join_and_leave_between_rounds(model, prompts, texts):
     engine = Engine(Target(model), Scripted(texts, reach=2), max_rows=2)
     first = engine.add(prompts[0], greedy(max_tokens=5))
@@ -126,10 +112,10 @@ def test_a_waiting_sequence_can_be_cancelled(model, prompts):
     assert waiting.output == [] and waiting.finish_reason == "cancelled"
 
 
-def test_two_requests_in_turn_are_two_fresh_runs(model, prompts, texts):
+def test_two_ragged_batches_in_turn_are_two_fresh_runs(model, prompts, texts):
     engine = Engine(Target(model), Scripted(texts))
     for _ in range(2):
-        sequences = [engine.add(p, greedy()) for p in prompts]
+        sequences = [engine.add(p, greedy(), budget=b) for p, b in zip(prompts, (3, 64, 8), strict=True)]
         run(engine, sequences)
         assert [s.tokens for s in sequences] == texts
         assert engine._cache.rows == 0 and engine.drafter.seen == []
@@ -160,9 +146,10 @@ def test_drafting_switched_off_half_way_changes_no_token(model, prompts, texts):
     sequence = engine.add(prompts[0], greedy())
     engine.step()
     engine.step()
-    sequence.method = "off"
+    sequence.request = engine.request("off", 0, 1, None, sampled=False)
     run(engine, [sequence])
     assert sequence.tokens == texts[0]
+    assert sequence.stats.arms["off"] > 1 and sequence.stats.arms["tree@scripted"] == 1
 
 
 def test_logprobs_are_the_targets_with_and_without_drafts(model, prompts, texts):

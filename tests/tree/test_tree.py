@@ -188,19 +188,6 @@ def test_any_float_type_and_layout_of_marginals_will_do(builder: str, dtype: tor
     assert nodes_of(tree) == heap_tree(7, tokens, logprobs.float(), 50, 6)[0]
 
 
-class Factorized:
-    """Marginals as a scorer: children do not depend on the prefix."""
-
-    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
-        self.tokens, self.logprobs = tokens, logprobs
-
-    def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        def repeated(part: Tensor) -> Tensor:
-            return part[:, depth - 1, None].expand(-1, parents.shape[1], -1)
-
-        return repeated(self.tokens), repeated(self.logprobs)
-
-
 def test_grown_from_marginals_and_pruned_is_the_best_first_tree() -> None:
     rng = np.random.default_rng(5)
     for _ in range(60):
@@ -209,7 +196,9 @@ def test_grown_from_marginals_and_pruned_is_the_best_first_tree() -> None:
         budgets = rng.integers(0, 60, size=3).tolist()
         depth = int(rng.integers(1, 8))
         width = max(*budgets, 1)
-        tree = prune(grow([1, 2, 3], Factorized(tokens, logprobs), width, depth), budgets)
+        tree = prune(
+            grow([1, 2, 3], build._MarginalScorer(tokens, logprobs, [16] * 3), width, depth), budgets
+        )
         check_closed(tree)
         best = best_first([1, 2, 3], tokens, logprobs, budgets, [depth] * 3)
         assert tree.sizes == best.sizes
@@ -402,7 +391,7 @@ def test_costs_are_whole_numbers_and_absent_ones_the_largest() -> None:
 TOKENS = torch.zeros(1, 2, 3, dtype=torch.int64)
 LOGPROBS = -torch.ones(1, 2, 3)
 ROOT = DraftTree.root([1])
-SCORER = Factorized(TOKENS, LOGPROBS)
+SCORER = build._MarginalScorer(TOKENS, LOGPROBS, [16])
 
 
 @pytest.mark.parametrize(

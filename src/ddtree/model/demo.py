@@ -188,7 +188,9 @@ def _intact(folder: Path) -> bool:
     verified = folder / "verified.json"
     try:
         sums = json.loads((folder / "checksums.json").read_bytes())
-        stamps = {name: _stamp(folder / name) for name in sums}
+        files = {name: (folder / name).stat() for name in sums}
+        # Size in bytes, and time of modification in ns.
+        stamps = {name: [file.st_size, file.st_mtime_ns] for name, file in files.items()}
         seen = json.dumps({"checksums": sums, "stamps": stamps}).encode()
         if sums and verified.exists() and verified.read_bytes() == seen:
             return True
@@ -200,12 +202,6 @@ def _intact(folder: Path) -> bool:
         with contextlib.suppress(OSError), atomic_write(verified) as path:
             path.write_bytes(seen)
     return intact
-
-
-def _stamp(path: Path) -> list[int]:
-    """Return a file's size in bytes and its time of modification in ns."""
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _sha256(path: Path) -> str:
