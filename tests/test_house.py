@@ -16,11 +16,12 @@ NOT_VERBS = set(_WORDS.split())
 
 
 def public(tree):
-    """Give the public classes and functions of a module and of its classes, without those within functions."""
+    """Give the public classes and functions of a module and of its classes, without those within functions and private classes."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if not node.name.startswith("_"):
-                yield node
+            if node.name.startswith("_"):
+                continue
+            yield node
             if isinstance(node, ast.ClassDef):
                 yield from public(node)
 

@@ -15,7 +15,7 @@ from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
 from ddtree.stats import Clock
-from ddtree.train import config as config_module
+from ddtree.train import arguments
 from ddtree.train.arguments import Schedule, TrainConfig
 from ddtree.train.batches import Draws, block_states, collate
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
@@ -269,7 +269,7 @@ def test_the_rate_warms_up_and_falls_to_nothing():
 def seconds(monkeypatch):
     """A clock that goes on by a hundredth of a second whenever it is read."""
     ticks = count()
-    monkeypatch.setattr(config_module, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))
+    monkeypatch.setattr(arguments, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))
 
 
 def test_a_fit_by_the_clock_ends_in_time_with_a_rate_of_nothing(target, corpus, net, tmp_path, seconds):
