@@ -16,7 +16,7 @@ NOT_VERBS = set(_WORDS.split())
 
 
 def public(tree):
-    """Give the public classes and functions of a module and of its classes, without those within functions and private classes."""
+    """Give the public definitions of a module, with the methods of its public classes."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name.startswith("_"):
