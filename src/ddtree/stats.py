@@ -50,8 +50,8 @@ class Stats:
         arms: number of rounds by arm ("off", "tree@dflash", ...).
         nodes: drafted nodes verified in all.
         seconds: time by part of the round, over all its rounds (shared with the rows decoded beside it).
-        ttft: seconds from joining to the first token.
-        total: seconds from joining to the end.
+        ttft: seconds from the request to the first token, waiting included.
+        total: seconds from the request to the end.
     """
 
     method: str = "off"

@@ -147,7 +147,7 @@ def test_the_overhead_starts_small_and_is_learnt():
     for _ in range(10):
         model.observe_overhead(0.001)
     assert model.overhead() == pytest.approx(0.001)
-    assert model.round_up_to([], 4) == pytest.approx(model.verify_up_to(4) + 0.001)
+    assert model.round_seconds([], 4) == pytest.approx(model.verify_up_to(4) + 0.001)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
@@ -156,7 +156,7 @@ def test_impossible_times_are_ignored(seconds):
     model.observe_verify(16, 1, 0.0, seconds)
     model.observe_draft(["lookup"], 8, 1, 0.0, False, seconds)
     model.observe_overhead(seconds)
-    assert (model.round_up_to(["lookup"], 50) == same.round_up_to(["lookup"], 50)).all()
+    assert (model.round_seconds(["lookup"], 50) == same.round_seconds(["lookup"], 50)).all()
 
 
 def test_json_keeps_the_measurements_and_not_the_corrections():

@@ -59,7 +59,8 @@ class Drafter(Protocol):
     """Proposes draft trees. Rows follow the target's cache: packed, and the last row takes the place of a dropped one.
 
     A drafter that keeps keys and values of its rows is a `KVHolder` as well, and one that may lag behind a row's text
-    is a `LaggingDrafter`.
+    is a `LaggingDrafter`. One that is made of others lists them as `drafters`, and the trees that each of them drafted
+    last as `proposals`.
 
     Attributes:
         name: as it appears in statistics and in the names of arms.
@@ -75,13 +76,17 @@ class Drafter(Protocol):
         """Open an empty row at the end."""
 
     def drop_row(self, row: int) -> None:
-        """Forget a row wholly; the last row takes its index."""
+        """Forget a row wholly; the last row takes its index.
+
+        Raises:
+            IndexError: there is no such row.
+        """
 
     def observe(self, row: int, tokens: list[int], features: Tensor | None) -> None:
         """Take tokens newly committed to the target's cache, with their features [len(tokens), F * H]."""
 
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        """Propose a tree for each row, 0..R-1. Has no effect on later drafts: only `observe` moves a row on."""
+        """Propose a tree for each row, 0..R-1. A draft has no effect on later ones: calling it twice changes nothing."""
 
 
 @runtime_checkable

@@ -211,7 +211,10 @@ class Scheduler:
         return [*self.running, *prefill, *self.waiting]
 
     def round_is_next(self) -> bool:
-        """Return whether a round is next, rather than a chunk of a prompt. Where there is both, they take turns."""
+        """Return whether a round is next, rather than a chunk of a prompt. Where there is both, they take turns.
+
+        Begins the first waiting prompt where there is a row and memory for it.
+        """
         return bool(self.running) and (self.rows_waited or self.next_prefill() is None)
 
     def next_prefill(self) -> ChunkedPrefill | None:

@@ -1,4 +1,7 @@
-"""Decides for each round which drafters draft and how many nodes are verified, and learns from the result."""
+"""Decide for each round which drafters draft and how many nodes are verified, and learn from the result.
+
+Figures at the constants are of the replay, `benchmarks/auto_replay.py`, which docs/auto.md describes.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,7 @@ def best_width(chances: Array, seconds: Array, rate: float | None, least: int = 
         rate: tokens per second that rounds of all rows make at present; None where unknown.
         least: fewest nodes.
     """
+    # Each row makes one token whatever is drafted: the one that the target chooses after the path.
     expected = len(chances) + np.concatenate([[0.0], chances.sum(axis=0).cumsum()])
     worth = expected / seconds if rate is None else expected - rate * seconds
     return least + int(worth[least:].argmax())
@@ -117,29 +121,29 @@ class Controller:
 
     def __init__(self, request: Request, seconds: Callable[[Arm, float], float]) -> None:
         self.stats = {arm: ArmStats() for arm in request.arms()}
-        self.current = self._full = next(iter(self.stats))
+        self.current = self._all_drafters = next(iter(self.stats))
         self.rounds = self.explored = 0
         self.switches: deque[dict[str, Any]] = deque(maxlen=64)
         self._budget = request.budget
         self._seconds = seconds
-        self._heard = self._switched = 0
-        self._allowance = self._lately = 0.0
-        self._cap = FIRST_CAP
+        self._rounds_learnt = self._switched = 0
+        self._exploration_credit = self._recent_width = 0.0
+        self._draft_cap = FIRST_CAP
 
     def choose(self) -> Choice:
         """Return how the next round is drafted."""
         self.rounds += 1
         self._maybe_switch()
         arm = self.current
-        self._allowance = min(1.0, self._allowance + EXPLORATION)
+        self._exploration_credit = min(1.0, self._exploration_credit + EXPLORATION)
         # All drafters are explored, but "off" while its time is hardly known.
-        probe = OFF if self.stats[OFF].rounds < OFF_PROBES else self._full
-        if self._allowance >= 1 and probe != arm:
-            arm, self._allowance = probe, 0.0
+        probe = OFF if self.stats[OFF].rounds < OFF_PROBES else self._all_drafters
+        if self._exploration_credit >= 1 and probe != arm:
+            arm, self._exploration_credit = probe, 0.0
             self.explored += 1
         if arm == OFF:
             return Choice(OFF, 0)
-        return Choice(arm, self._cap if self._budget == "auto" else self._budget)
+        return Choice(arm, self._draft_cap if self._budget == "auto" else self._budget)
 
     def learn(self, arm: Arm, tokens: float, others: Mapping[Arm, float]) -> None:
         """Learn the tokens a row of a round, and those that other arms would have made, where they are known.
@@ -150,11 +154,11 @@ class Controller:
         own.rounds += 1
         if arm == OFF:
             return
-        self._heard += 1
-        change = 1 + (tokens / own.tokens - 1) / min(self._heard, LEVEL_MEMORY)
+        self._rounds_learnt += 1
+        change = 1 + (tokens / own.tokens - 1) / min(self._rounds_learnt, LEVEL_MEMORY)
         for stats in self.stats.values():
             stats.tokens *= change
-        if arm == self._full:
+        if arm == self._all_drafters:
             for other, made in {arm: tokens, **others}.items():
                 stats = self.stats[other]
                 stats.compared = min(stats.compared + 1, COMPARE_MEMORY)
@@ -163,13 +167,13 @@ class Controller:
 
     def should_compare(self, played: Arm) -> bool:
         """Return whether a round of that arm is to show what other arms would have made of it."""
-        few = self.stats[self._full].compared < COMPARE_ALWAYS
-        return played == self._full and len(self.stats) > 2 and (few or self.rounds % COMPARE_EVERY == 0)
+        few = self.stats[self._all_drafters].compared < COMPARE_ALWAYS
+        return played == self._all_drafters and len(self.stats) > 2 and (few or self.rounds % COMPARE_EVERY == 0)
 
     def chosen(self, width: int) -> None:
         """Note how many nodes paid: somewhat more are drafted next, since building costs."""
-        self._lately = max(float(width), self._lately + (width - self._lately) * 0.1)
-        self._cap = min(MAX_BUDGET, max(LEAST_CAP, round(self._lately * 1.25) + 2))
+        self._recent_width = max(float(width), self._recent_width + (width - self._recent_width) * 0.1)
+        self._draft_cap = min(MAX_BUDGET, max(LEAST_CAP, round(self._recent_width * 1.25) + 2))
 
     def tokens(self, arm: Arm) -> float:
         """Return the tokens a row and round that an arm is expected to make now."""
@@ -238,7 +242,7 @@ class _OpenRound:
         self.tree: DraftTree
         self.proposals: Callable[[], Proposals | None]
         self.whole: Sequence[bool]
-        self.known: list[Acceptance]
+        self.acceptances: list[Acceptance]
         self.expected: list[float]
 
     @property
@@ -303,15 +307,15 @@ class Policy:
         now = self._round
         now.tree, now.proposals, now.whole = tree, proposals, whole or [True] * len(tree.sizes)
         asked = list(zip(now.requests, now.choices, strict=True))
-        now.known = [self._known(choice.arm, request) for request, choice in asked]
-        chances = _chances(tree, now.known)
+        now.acceptances = [self._acceptance_of(choice.arm, request) for request, choice in asked]
+        chances = _chances(tree, now.acceptances)
         sizes = [size - 1 for size in tree.sizes]
         width = max(sizes)
         if width and any(request.budget == "auto" for request in now.requests):
             ratios = [now.controllers[r].stats[c.arm].ratio if r.automatic else 1.0 for r, c in asked]
             # What has a fixed budget is verified whatever the others do.
             fixed = [size for size, (r, _) in zip(sizes, asked, strict=True) if r.budget != "auto"]
-            seconds = self.latency.round_up_to(now.names, width, *now.load)
+            seconds = self.latency.round_seconds(now.names, width, *now.load)
             width = best_width(np.array(ratios)[:, None] * chances, seconds, now.rate, max(fixed, default=0))
             for row, request in enumerate(now.requests):
                 if request.budget == "auto":
@@ -344,9 +348,9 @@ class Policy:
                 figures = [(len(paths[row]), tree.sizes[row] - 1, now.expected[row]) for row in rows]
                 tokens = controller.stats[arm].observe(*np.mean(figures, axis=0).tolist())
                 compared = controller.should_compare(arm)
-                others = self._counterfactual(now, controller, rows, answers) if compared else {}
+                others = self._learn_counterfactuals(now, controller, rows, answers) if compared else {}
                 controller.learn(arm, tokens, others)
-        _count(tree, paths, now.known)
+        _count(tree, paths, now.acceptances)
 
     def state(self) -> dict[str, Any]:
         """Return its figures as plain JSON values: of each kind of request under each load."""
@@ -371,19 +375,23 @@ class Policy:
             if settled or drafted < self.latency.draft(now.names, most, rows, context, sampled):
                 self.latency.observe_draft(now.names, most, rows, context, sampled, drafted)
 
-    def _counterfactual(
+    def _learn_counterfactuals(
         self, now: _OpenRound, controller: Controller, rows: Sequence[int], answers: Sequence[Sequence[int]]
     ) -> dict[Arm, float]:
-        """Return the tokens a row that the other arms would have made, each with the number of nodes that pays."""
+        """Learn what the other arms would have made of a round, whose answer is now known.
+
+        Each is given the number of nodes that pays for it. Their acceptance and figures learn as from a round of their
+        own. Returns the tokens a row that each would have made.
+        """
         request, made = now.requests[rows[0]], {}
         proposed = dict(now.proposals() or ())
         for arm, stats in list(controller.stats.items())[1:-1]:
             own = proposed.get(arm.members[0])
             tree = DraftTree.stack([own.row(row) for row in rows]) if own else DraftTree.root([0] * len(rows))
-            known = [self._known(arm, request)] * len(rows)
+            known = [self._acceptance_of(arm, request)] * len(rows)
             chances, width = _chances(tree, known), max(tree.sizes) - 1
             if request.budget == "auto":
-                seconds = self.latency.round_up_to(arm.members, width, *now.load)
+                seconds = self.latency.round_seconds(arm.members, width, *now.load)
                 width = best_width(stats.ratio * chances, seconds, now.rate)
             paths, _ = walk(tree, [[]] * len(rows), following([list(answers[row]) for row in rows]))
             _count(tree, paths, known)
@@ -407,10 +415,10 @@ class Policy:
     def _seconds(self, request: Request, rows: int, arm: Arm, nodes: float) -> float:
         """Return the seconds of a round of an arm at the present context."""
         load = rows, self._context, request.sampled
-        return float(self.latency.round_up_to(arm.members, round(nodes), *load)[-1])
+        return float(self.latency.round_seconds(arm.members, round(nodes), *load)[-1])
 
-    def _known(self, arm: Arm, request: Request) -> Acceptance:
-        """Return the acceptance of an arm: noise makes another drafter of it."""
+    def _acceptance_of(self, arm: Arm, request: Request) -> Acceptance:
+        """Return the acceptance of an arm, kept apart for greedy and sampled requests."""
         return self.acceptance[f"{arm}, {'sampled' if request.sampled else 'greedy'}"]
 
 

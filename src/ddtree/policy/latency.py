@@ -130,7 +130,7 @@ class LatencyTable:
         """Return the seconds of a round outside drafting and verification."""
         return _center(self._overhead) or OVERHEAD * self.verify(0)
 
-    def round_up_to(
+    def round_seconds(
         self, names: Sequence[str], nodes: int, rows: int = 1, context: float = 0.0, sampled: bool = False
     ) -> Array:
         """Return the seconds [nodes + 1] of rounds that verify 0..`nodes` nodes a row, drafted by `names` (or none)."""
