@@ -86,7 +86,7 @@ class Drafter(Protocol):
         """Take tokens newly committed to the target's cache, with their features [len(tokens), F * H]."""
 
     def draft(self, rows: list[DraftRow], clock: Clock) -> DraftTree:
-        """Propose a tree for each row, 0..R-1. A draft has no effect on later ones: calling it twice changes nothing."""
+        """Propose a tree for each row, 0..R-1. Drafts leave no trace: calling it twice changes nothing."""
 
 
 @runtime_checkable
