@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ddtree.drafters import loading
@@ -26,7 +29,6 @@ from ddtree.drafters.draft_model import check_vocabulary
 from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError, DDTreeError, first_line
 from ddtree.model import pretrained
-from ddtree.model.compat import places_in_model
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.target import Target, eos_ids, why_no_tree
 from ddtree.sampling.noise import PLAIN
@@ -318,7 +320,7 @@ def _check_weights(name: str, model: Any, found: Shapes) -> None:
         CheckpointError: tensors are missing or have another shape; the message names the first of them.
     """
     needed = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    places_of = places_in_model(model)
+    places_of = _places_in_model(model)
     there: set[str] = set()
     for key, shape in found.items():
         places, whole = places_of(key)
@@ -342,3 +344,30 @@ def _check_weights(name: str, model: Any, found: Shapes) -> None:
         raise CheckpointError(
             f"{name} is incomplete: {len(missing)} tensors are missing ({missing[0]}, ...): {_AGAIN}"
         )
+
+
+def _places_in_model(model: Any) -> Callable[[str], tuple[set[str], bool]]:
+    """Return a function that says where a checkpoint's tensors go when transformers loads them into a model.
+
+    The function takes a tensor's name in the file. It returns its names in the model, and False where the tensor is
+    split or joined with others on its way.
+
+    Args:
+        model: a `PreTrainedModel`.
+    """
+    needed = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+
+    def places(key: str) -> tuple[set[str], bool]:
+        """Return the names in the model of a tensor of the file, and whether it goes there whole."""
+        if key in needed:
+            return {key}, True
+        name, source = rename_source_key(key, renamings, converters, model.base_model_prefix, needed)
+        if source is None:
+            return {name}, True
+        parts = [converter.target_patterns for converter in converters if source in converter.source_patterns]
+        return {name} | {name.replace(part[0], other) for part in parts for other in part}, False
+
+    return places

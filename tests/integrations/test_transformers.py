@@ -25,7 +25,7 @@ from ddtree.drafters.dflash import checkpoint
 from ddtree.drafters.ngram import Lookup
 from ddtree.errors import CheckpointError, ConfigError, PromptError, UnsupportedModelError
 from ddtree.integrations import transformers as transformers_hook
-from ddtree.model import compat
+from ddtree.model import architectures
 
 RAGGED = [tiny.prompt(n, n) for n in (3, 9, 6)]
 PAD = 0
@@ -394,8 +394,8 @@ def test_inputs_that_trees_do_not_take_are_refused_by_name(model):
         call(input_ids=ids, attention_mask=torch.tensor([[1, 1, 0]]))
     with pytest.raises(UnsupportedModelError, match="position_ids of one's own"):
         call(input_ids=ids, position_ids=torch.tensor([[4, 5, 6]]))
-    name = compat.cache_argument(model)
-    cache = compat.cache_of(model(ids[:, :2], use_cache=True))
+    name = architectures.cache_argument(model)
+    cache = architectures.cache_of(model(ids[:, :2], use_cache=True))
     with pytest.raises(UnsupportedModelError, match=f"{name} of one's own is neither continued nor filled"):
         call(input_ids=ids, **{name: cache})
 

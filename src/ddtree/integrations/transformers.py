@@ -30,9 +30,8 @@ from ddtree.drafters import Drafter
 from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.errors import ConfigError, PromptError, UnsupportedModelError, check_whole
-from ddtree.model.architectures import extrapolates
+from ddtree.model.architectures import CACHE_NAMES, extrapolates
 from ddtree.model.autoregressive import AutoregressiveTarget
-from ddtree.model.compat import CACHE_NAMES
 from ddtree.model.target import Target, why_no_tree
 from ddtree.policy import Method
 from ddtree.sampling.params import SamplingParams

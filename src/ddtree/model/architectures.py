@@ -1,7 +1,8 @@
-"""Facts about a transformers model, read from its config: can it verify trees, how long may a text be, what ends it."""
+"""Facts about a transformers model: whether it verifies trees, its longest text, its end tokens, its cache's name."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,8 @@ TESTED = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo", "gpt_oss"}
 )
 """Families whose trees the test suite checks against plain decoding. Others are probed when they are loaded."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+"""Names of the cache in calls and outputs, the newest first; the last two are those of recurrent models."""
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 
 
@@ -88,3 +91,20 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         if value is not None:
             found |= {value} if isinstance(value, int) else set(value)
     return frozenset(found)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name of the keyword by which `model` takes its cache.
+
+    transformers renamed `past_key_values` to `cache` within 5.x; the old name still works with a warning in
+    newer releases, so the signature decides and not the version. Decorated forwards hide the real parameters
+    behind `**kwargs` in neither case, since both releases keep `__wrapped__`.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), "past_key_values")
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache in a model output, under any of its names; None where it has none."""
+    fields = output.keys()
+    return next((output[name] for name in CACHE_NAMES if name in fields), None)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ddtree.errors import UnsupportedModelError
 from ddtree.model import Forward, TargetModel
-from ddtree.model.architectures import why_no_tree
-from ddtree.model.compat import cache_of
+from ddtree.model.architectures import cache_of, why_no_tree
 from ddtree.model.kv_cache import drop_row
 from ddtree.model.target import HuggingFaceTarget
 from ddtree.tree import DraftTree

@@ -14,9 +14,15 @@ from torch import Tensor, nn
 
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.model import Forward, TargetModel, TargetWeights, attention
-from ddtree.model.architectures import TESTED, context_limit, decoder_layers, eos_ids, why_no_tree
+from ddtree.model.architectures import (
+    TESTED,
+    cache_argument,
+    context_limit,
+    decoder_layers,
+    eos_ids,
+    why_no_tree,
+)
 from ddtree.model.attention import Visibility, chain_mask, key_positions, uncommitted_columns, visible_keys
-from ddtree.model.compat import cache_argument
 from ddtree.model.cuda_graphs import CudaGraphs
 from ddtree.model.kv_cache import KVCache
 from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask

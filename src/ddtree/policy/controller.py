@@ -168,7 +168,9 @@ class Controller:
     def should_compare(self, played: Arm) -> bool:
         """Return whether a round of that arm is to show what other arms would have made of it."""
         few = self.stats[self._all_drafters].compared < COMPARE_ALWAYS
-        return played == self._all_drafters and len(self.stats) > 2 and (few or self.rounds % COMPARE_EVERY == 0)
+        return (
+            played == self._all_drafters and len(self.stats) > 2 and (few or self.rounds % COMPARE_EVERY == 0)
+        )
 
     def chosen(self, width: int) -> None:
         """Note how many nodes paid: somewhat more are drafted next, since building costs."""
