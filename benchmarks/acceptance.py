@@ -1,4 +1,4 @@
-"""ReplayCounts of every drafting method along the same answers: tokens per round, draft time, coupled and not.
+"""Acceptance of every drafting method along the same answers: tokens per round, draft time, coupled and not.
 
     python benchmarks/acceptance.py answers --prompts spec_bench.jsonl --per-task 2 --out answers.npz
     python benchmarks/acceptance.py replay --answers answers.npz --drafters demo/dflash demo/domino --out table.jsonl

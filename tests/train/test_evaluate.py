@@ -1,4 +1,4 @@
-"""ReplayCounts along known answers."""
+"""Acceptance along known answers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ReplayCounts without the target: a drafter replayed along answers that the target has already given.
+"""Acceptance without the target: a drafter replayed along answers that the target has already given.
 
 Each round the drafter proposes, as it would in the engine, and the known answer is followed down the tree for as long
 as it is there. This is exactly what verification would accept, whatever the drafter and however the answer was
@@ -60,7 +60,7 @@ class ReplayCounts:
 
     @property
     def tau(self) -> float:
-        """ReplayCounts length: tokens per round."""
+        """Acceptance length: tokens per round."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
 
