@@ -44,6 +44,7 @@ class FakeWorker:
         self.model = SimpleNamespace(
             tokenizer=talker.tokenizer(),
             target=SimpleNamespace(model=talker.model(), max_context=512, vocab_size=talker.VOCAB),
+            defaults={},
             engine=SimpleNamespace(max_rows=2, members=("dflash", "lookup")),
         )
         self.texts = TokenTexts(self.model.tokenizer)

@@ -550,3 +550,15 @@ def test_what_cannot_be_measured_is_served_all_the_same(monkeypatch, error):
 def test_a_short_context_is_served():
     model = ddtree.load(tiny.model(), "lookup", max_context=16)
     assert len(model.generate([3, 4, 5], max_tokens=3).token_ids) == 3
+
+
+def test_tokens_that_the_models_own_config_bans_do_not_come(caplog):
+    own = talker.model()
+    first = ddtree.load(own, "none").generate([1, 2, 3], temperature=0, max_tokens=1).token_ids
+    own.generation_config.update(suppress_tokens=first, max_new_tokens=3, no_repeat_ngram_size=2)
+    model = ddtree.load(own, "lookup")
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["no_repeat_ngram_size"]
+    result = model.generate([1, 2, 3], temperature=0)
+    assert len(result.token_ids) == 3 and not set(first) & set(result.token_ids)
+    given = ddtree.SamplingParams(temperature=0, max_tokens=1)
+    assert model.generate([1, 2, 3], given).token_ids == first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -28,6 +29,7 @@ from ddtree.model.pretrained import check_causal_lm, load_causal_lm
 from ddtree.model.target import Target
 from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
 from ddtree.prompts import Message, Prompt
+from ddtree.sampling.generation_config import read_generation_config
 from ddtree.sampling.params import SamplingParams
 
 __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
@@ -35,6 +37,7 @@ __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Strea
 MAX_TOKENS = 512
 """Most tokens of an answer by default."""
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+_log = logging.getLogger(__name__)
 
 
 def load(
@@ -112,6 +115,8 @@ class Model:
         target: the model whose text it is.
         tokenizer: the target's, or None.
         drafter_folder: where the drafter was read from, or None.
+        defaults: fields of `SamplingParams` that the target's generation_config.json sets. The server uses all of
+            them; `generate` and `stream` without `params` use `bad_words` and `max_tokens`.
     """
 
     def __init__(self, engine: Engine, drafter_folder: Path | None = None) -> None:
@@ -122,6 +127,9 @@ class Model:
         self._lock = threading.RLock()
         self._closed = False
         self._measurable = True
+        self.defaults, ignored = read_generation_config(self.target.model, self.target.vocab_size)
+        for reason in ignored:
+            _log.warning(reason)
 
     def encode(
         self, prompt: Prompt, *, chat: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -162,7 +170,8 @@ class Model:
         Args:
             prompt: text, token ids, or messages ([{"role": ..., "content": ...}], put through the chat template); or
                 a list of such prompts, which are decoded together, each as if alone.
-            params: how to sample; by default `SamplingParams(max_tokens=512)`.
+            params: how to sample; by default `SamplingParams(max_tokens=512)`, and what the target's
+                generation_config.json bans (`bad_words_ids`, `suppress_tokens`) or limits (`max_new_tokens`).
             method: "auto" (whichever is fastest here), "tree", "chain" (a tree of one path), or "off" (no drafting).
                 None of them changes the text.
             budget: most drafted nodes verified in one forward pass, 0 to 1024, or "auto": as many as pay on this
@@ -288,7 +297,10 @@ class Model:
         if isinstance(words, Iterable) and not isinstance(words, Mapping | bytes):
             words = [words] if isinstance(words, str) else words
             sampling = {**sampling, "bad_words": [ids for word in words for ids in self._spelled(word)]}
-        chosen = replace(params or SamplingParams(max_tokens=MAX_TOKENS), **sampling)
+        most = self.defaults.get("max_tokens", MAX_TOKENS)
+        chosen = replace(params or SamplingParams(max_tokens=most), **sampling)
+        if params is None:
+            chosen = replace(chosen, bad_words=chosen.bad_words + self.defaults.get("bad_words", ()))
         if chosen.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: use stop_token_ids, or load with tokenizer=...")
         return chosen

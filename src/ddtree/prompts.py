@@ -43,7 +43,7 @@ def encode(
             f"chat_template_kwargs must map names to values, not {template_kwargs!r}: leave it out, or give a dict"
         )
     if isinstance(prompt, str):
-        _check_text(prompt)
+        check_text(prompt)
         if not prompt:
             raise PromptError("the prompt is empty: give at least one character")
         if chat:
@@ -62,7 +62,7 @@ def encode(
     return list(prompt)
 
 
-def _check_text(prompt: Any) -> None:
+def check_text(prompt: Any) -> None:
     """Raise PromptError for text with half of a surrogate pair in it, which no tokenizer can read."""
     if isinstance(prompt, str):
         try:
@@ -74,15 +74,15 @@ def _check_text(prompt: Any) -> None:
             ) from error
     elif isinstance(prompt, Mapping):
         for part in prompt.values():
-            _check_text(part)
+            check_text(part)
     elif isinstance(prompt, list | tuple):
         for part in prompt:
-            _check_text(part)
+            check_text(part)
 
 
 def _templated(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
     """Return the token ids of messages in the tokenizer's chat template."""
-    _check_text(messages)
+    check_text(messages)
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise PromptError(

@@ -60,6 +60,8 @@ def test_a_prompt_comes_from_the_argument_a_file_or_standard_input(run, model, t
     expected = chat_text(model) + "\n"
     (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
     assert run("generate", "--file", str(tmp_path / "prompt.txt"))[1] == expected
+    (tmp_path / "mark.txt").write_text(PROMPT + "\n", encoding="utf-8-sig")
+    assert run("generate", "--file", str(tmp_path / "mark.txt"))[1] == expected
     assert run("generate", stdin=PROMPT + "\n")[1] == expected
     assert run("generate", "-", stdin=PROMPT)[1] == expected
 

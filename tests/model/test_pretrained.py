@@ -111,6 +111,38 @@ def test_a_damaged_checkpoint_is_named_in_one_line(folder, spoil, message):
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "base"),
+    [
+        ('{"base_model_name_or_path": "some/base"}', "some/base"),
+        ("{}", "a model that its adapter_config.json"),
+    ],
+)
+def test_an_adapter_is_called_one_and_its_model_named(tmp_path, config, base):
+    (tmp_path / "adapter_config.json").write_text(config)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"is an adapter, of {base}.*merge"):
+        pretrained.load_causal_lm(tmp_path, "cpu")
+
+
+def test_remote_code_is_not_called_a_damaged_download(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "something_new"}))
+    with pytest.raises(CheckpointError, match="runs no code of checkpoints; load it with transformers"):
+        pretrained.load_causal_lm(folder, "cpu")
+
+
+def test_a_missing_package_is_to_be_installed(folder, monkeypatch):
+    def missing(*_, **__):
+        raise ImportError("compressed-tensors is not installed, please `pip install compressed-tensors`")
+
+    monkeypatch.setattr(pretrained.AutoModelForCausalLM, "from_pretrained", missing)
+    with pytest.raises(CheckpointError, match="install what is missing") as caught:
+        pretrained.load_causal_lm(folder, "cpu")
+    assert "download" not in str(caught.value)
+
+
 def test_paths_that_are_no_folder_are_named(folder):
     with pytest.raises(CheckpointError, match="/no/where/at/all does not exist: name a checkpoint's folder"):
         pretrained.load_causal_lm("/no/where/at/all")

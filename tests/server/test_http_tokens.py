@@ -1,14 +1,16 @@
 """Texts and bytes of single tokens; sampling that a request leaves out."""
 
 import pytest
+from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import talker
 import tiny
 import words
+from ddtree.sampling.generation_config import read_generation_config
 from ddtree.sampling.sampler import TokenLogprobs
-from ddtree.server.schemas import ChatRequest, sampling_defaults, sampling_params, seeded
+from ddtree.server.schemas import ChatRequest, CompletionRequest, requested_logprobs, sampling_params, seeded
 from ddtree.server.tokens import CompletionLogprobs, TokenTexts, chat_logprobs
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -71,22 +73,60 @@ def test_a_request_goes_before_the_models_config_and_that_before_ours():
     model.generation_config = GenerationConfig(
         temperature=0.6, top_k=20, top_p=0.9, do_sample=True, max_length=7
     )
-    defaults = sampling_defaults(model)
-    assert defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    defaults, ignored = read_generation_config(model, 100)
+    assert ignored == [] and defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
     found = params(defaults, top_k=5, temperature=None)
     assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.6, 5, 0.9, 0.0)
     assert params().temperature == 1.0 and params(defaults, temperature=0).greedy
     model.generation_config = GenerationConfig()
-    assert sampling_defaults(model) == {}
+    assert read_generation_config(model, 100) == ({}, [])
+
+
+def test_the_models_banned_tokens_and_longest_answer_hold_beside_the_requests():
+    model = tiny.model()
+    model.generation_config = GenerationConfig(
+        suppress_tokens=[3], bad_words_ids=[[4, 5]], max_new_tokens=7, no_repeat_ngram_size=2, top_p=1.5,
+        begin_suppress_tokens=[1000],
+    )  # fmt: skip
+    defaults, ignored = read_generation_config(model, 100)
+    assert defaults == {"bad_words": ((4, 5), (3,)), "max_tokens": 7}
+    assert [reason.split()[0] for reason in ignored] == [
+        "top_p",
+        "no_repeat_ngram_size",
+        "begin_suppress_tokens",
+    ]
+    found = params(defaults, bad_words=["a"])
+    assert found.max_tokens == 7 and set(found.bad_words) > {(4, 5), (3,)}
+    model.generation_config = GenerationConfig(suppress_tokens=[1000])
+    assert "suppress_tokens" in read_generation_config(model, 100)[1][0]
+
+
+def test_minus_one_means_not_given():
+    found = params(seed=-1, max_tokens=-1, top_k=-1)
+    assert (found.seed, found.max_tokens, found.top_k) == (None, 20, 0)
+    assert params(max_completion_tokens=-1, max_tokens=3).max_tokens == 3
+
+
+def test_whole_numbers_may_be_written_with_a_point():
+    found = params(max_tokens=6.0, top_k=5.0, seed=2.0, stop_token_ids=[9.0], min_tokens=1.0)
+    assert (found.max_tokens, found.top_k, found.seed, found.stop_token_ids) == (6, 5, 2, (9,))
+    with pytest.raises(ValidationError):
+        ChatRequest(**CHAT, max_tokens=6.5)
+
+
+def test_no_logprobs_in_every_spelling_that_clients_send():
+    assert params(top_logprobs=0).logprobs is None and params(logprobs=False, top_logprobs=0).logprobs is None
+    assert requested_logprobs(CompletionRequest(prompt="x", logprobs=False)) is None
+    assert requested_logprobs(CompletionRequest(prompt="x", logprobs=0)) == 0
 
 
 def test_names_that_differ_from_the_librarys():
     found = params(
         include_stop_str_in_output=True, stop="x", bad_words=["a"], max_tokens=3, max_completion_tokens=4,
-        logit_bias={"7": 1.5}, seed=-1, ignore_eos=True, min_tokens=2, skip_special_tokens=False, stop_token_ids=[9],
+        logit_bias={"7": 1.5}, seed=-2, ignore_eos=True, min_tokens=2, skip_special_tokens=False, stop_token_ids=[9],
     )  # fmt: skip
     assert found.include_stop and found.stop == ("x",) and found.bad_words and found.max_tokens == 4
-    assert found.logit_bias == {7: 1.5} and found.seed == 2**63 - 1 and found.ignore_eos
+    assert found.logit_bias == {7: 1.5} and found.seed == 2**63 - 2 and found.ignore_eos
     assert found.min_tokens == 2 and not found.skip_special_tokens and found.stop_token_ids == (9,)
     assert params().max_tokens == 20 and params(max_tokens=3).max_tokens == 3
 

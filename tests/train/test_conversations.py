@@ -50,6 +50,15 @@ def test_line_ends_of_unicode_inside_a_turn_do_not_end_its_line(tmp_path, end):
     assert read_user_messages(path) == [f"a{end}b", "c"]
 
 
+def test_half_a_character_in_a_message_names_file_and_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b\\ud800"}\n')
+    with pytest.raises(
+        ConfigError, match=r"prompts\.jsonl, line 2: the text holds half a character .U.D800 at 1"
+    ):
+        read_user_messages(path)
+
+
 def test_lines_of_every_kind_give_their_first_user_turn(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(

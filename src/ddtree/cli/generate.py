@@ -75,11 +75,11 @@ def read_prompt(args: argparse.Namespace) -> str:
         return str(args.prompt)
     try:
         if args.file is not None and str(args.file) != "-":
-            text = args.file.read_text(encoding="utf-8")
+            text = args.file.read_text(encoding="utf-8-sig")
         elif sys.stdin is None or (args.prompt is None and args.file is None and sys.stdin.isatty()):
             raise PromptError("there is no prompt: give it as an argument, with --file, or on standard input")
         else:
-            text = sys.stdin.read()
+            text = sys.stdin.read().removeprefix("\ufeff")
     except OSError as error:
         raise PromptError(f"{args.file} cannot be read ({error.strerror}): name a text file") from error
     except UnicodeDecodeError as error:

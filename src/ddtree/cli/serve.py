@@ -172,7 +172,7 @@ def _api_keys(args: argparse.Namespace) -> list[str]:
 
 def _keys(file: Path) -> list[str]:
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--api-key-file {file} cannot be read: name a text file with a key a line"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from os import PathLike, fspath
@@ -129,7 +130,7 @@ def read_tokenizer(name: str | PathLike[str], place: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except _LOADING_ERRORS as error:
         raise CheckpointError(
-            f"the tokenizer of {name} cannot be loaded ({first_line(error)}): download the checkpoint again"
+            f"the tokenizer of {name} cannot be loaded ({first_line(error)}): {_remedy(error)}"
         ) from error
 
 
@@ -194,8 +195,34 @@ def _unreadable(name: str | PathLike[str], place: str, error: BaseException) -> 
             f"{name} is no local folder, and the Hugging Face hub does not give it ({first_line(error)}): "
             "check the name and the connection, or name a local folder"
         )
+    if (folder / "adapter_config.json").exists():
+        return CheckpointError(
+            f"{name} is an adapter, of {_adapted(folder)}, and no model: load that model and the adapter with peft, "
+            "merge them (merge_and_unload), and give the result to ddtree.load, or save it and name its folder"
+        )
     if not (folder / "config.json").exists():
         return CheckpointError(f"{name} has no config.json: name the folder of a complete checkpoint")
-    return CheckpointError(
-        f"{name} cannot be loaded ({first_line(error)}): download it again, or name another"
-    )
+    return CheckpointError(f"{name} cannot be loaded ({first_line(error)}): {_remedy(error)}")
+
+
+def _adapted(folder: Path) -> str:
+    """Return the name of the model that a folder's adapter belongs to."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        return str(base["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a model that its adapter_config.json does not name"
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what to do about an error of transformers while it reads a checkpoint."""
+    message = str(error)
+    if "trust_remote_code" in message:
+        return (
+            "ddtree runs no code of checkpoints; load it with transformers, and give the model to ddtree.load"
+        )
+    if isinstance(error, ImportError) or "pip install" in message:
+        return "install what is missing, or load it with transformers, and give the model to ddtree.load"
+    if "dtype" in message:
+        return "its weights are of a kind that cannot be read here; name another checkpoint"
+    return "download it again, or name another"

@@ -74,7 +74,7 @@ def create_app(worker: EngineThread, settings: HttpSettings | None = None) -> Fa
         redoc_url=None,
         responses={"4XX": {"model": schemas.ErrorBody}, "5XX": {"model": schemas.ErrorBody}},
     )
-    defaults = schemas.sampling_defaults(worker.model.target.model) if settings.model_sampling else {}
+    defaults = worker.model.defaults if settings.model_sampling else {}
     app.state.ddtree = AppState(worker, defaults)
     app.include_router(openai.router)
     app.include_router(router)

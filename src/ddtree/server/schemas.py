@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from ddtree.engine.detokenizer import bad_word_ids
+from ddtree.sampling.generation_config import SAMPLING
 from ddtree.sampling.noise import MAX_SEED
 from ddtree.sampling.params import MAX_TOKEN, SamplingParams
 from ddtree.server.http import ApiError, invalid_value, unsupported
@@ -20,9 +21,8 @@ MAX_LOGPROBS = 20
 _MAX_CHARACTERS = 1024  # of a stop string or bad word
 # Most entries of fields that cost time at every token.
 _MAX_ENTRIES = {"stop": 64, "bad_words": 64, "stop_token_ids": 1024, "logit_bias": 4096}
-_FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SAME_NAME = {
-    *_FROM_MODEL, "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "stop",
+    *SAMPLING, "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "stop",
     "ignore_eos", "skip_special_tokens",
 }  # fmt: skip
 
@@ -32,14 +32,35 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
+def _no_logprobs(value: Any) -> Any:
+    """Return None for false, which some clients send for no log-probabilities."""
+    return None if value is False else value
+
+
 # The number of tokens whose log-probabilities are reported.
-TopTokens = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)]
+TopTokens = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_no_logprobs)]
+
+
+# The most tokens of an answer. Clients of other servers send -1 for no limit of their own.
+TokenLimit = Annotated[
+    int | None,
+    Field(ge=0, le=MAX_TOKEN),
+    BeforeValidator(lambda value: None if type(value) in (int, float) and value == -1 else value),
+]
 
 
 class StrictModel(BaseModel):
     """A request or a part of one. Strict: a string is no number and true is no 1. Null means "not given"."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_whole(cls, value: Any) -> Any:
+        """Return 6 for 6.0, also in a list: JSON has one kind of number, and a float field takes both."""
+        if isinstance(value, list):
+            return [cls._read_whole(item) if isinstance(item, float) else item for item in value]
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class StreamOptions(StrictModel):
@@ -53,16 +74,14 @@ class GenerationFields(StrictModel):
     """The fields that chats and completions share."""
 
     model: str | None = Field(None, description="As in /v1/models; may be left out.")
-    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN, description="Most tokens of each answer.")
-    max_completion_tokens: int | None = Field(
-        None, ge=0, le=MAX_TOKEN, description="Newer name of max_tokens."
-    )
+    max_tokens: TokenLimit = Field(None, description="Most tokens of each answer; -1: not given.")
+    max_completion_tokens: TokenLimit = Field(None, description="Newer name of max_tokens.")
     temperature: float | None = Field(None, description="0 always takes the likeliest token; up to 100.")
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 or -1: all.")
     min_p: float | None = None
     n: int | None = Field(None, description="Answers; each has a seed of its own.")
-    seed: int | None = None
+    seed: int | None = Field(None, description="-1: a fresh one.")
     stop: str | Many[str] | None = None
     stop_token_ids: Many[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -255,13 +274,6 @@ def refuse_unsupported(request: GenerationFields) -> None:
             raise unsupported(name, reason)
 
 
-def sampling_defaults(model: Any) -> dict[str, Any]:
-    """Return the sampling fields that a transformers model's generation_config.json sets."""
-    config = getattr(model, "generation_config", None)
-    given = config.to_diff_dict() if config is not None else {}
-    return {name: given[name] for name in _FROM_MODEL if given.get(name) is not None}
-
-
 def sampling_params(
     request: GenerationFields, defaults: dict[str, Any], tokenizer: Any, max_tokens: int
 ) -> SamplingParams:
@@ -269,9 +281,9 @@ def sampling_params(
 
     Args:
         request: absent and null fields take `defaults`, then those of `SamplingParams`.
-        defaults: see `sampling_defaults`.
+        defaults: see `read_generation_config`.
         tokenizer: encodes `bad_words`; may be None.
-        max_tokens: used where the request has none, as 512.
+        max_tokens: used where neither the request nor `defaults` has any, as 512.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -290,16 +302,12 @@ def sampling_params(
     if request.include_stop_str_in_output is not None:
         fields["include_stop"] = request.include_stop_str_in_output
     if request.bad_words:
-        fields["bad_words"] = bad_word_ids(tokenizer, request.bad_words)
-    if request.seed is not None:
+        fields["bad_words"] = (*fields.get("bad_words", ()), *bad_word_ids(tokenizer, request.bad_words))
+    if request.seed not in (None, -1):
         # Clients send any 64-bit number.
         fields["seed"] = request.seed % MAX_SEED
-    return SamplingParams(
-        max_tokens=max_tokens if asked is None else max(1, asked),
-        logprobs=logprobs,
-        prompt_logprobs=logprobs if echo else None,
-        **fields,
-    )
+    fields["max_tokens"] = fields.get("max_tokens", max_tokens) if asked is None else max(1, asked)
+    return SamplingParams(logprobs=logprobs, prompt_logprobs=logprobs if echo else None, **fields)
 
 
 def seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
@@ -318,6 +326,6 @@ def requested_logprobs(request: GenerationFields) -> int | None:
     if not isinstance(request, ChatRequest):
         count: int | None = getattr(request, "logprobs", None)
         return count
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true")
     return (request.top_logprobs or 0) if request.logprobs else None

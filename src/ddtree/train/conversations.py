@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, PromptError
+from ddtree.prompts import check_text
 from ddtree.train.data import Conversation
 
 _SENTINEL = "@@user-text@@"
@@ -125,6 +126,10 @@ def _first_message(line: str, where: str) -> str:
         raise ConfigError(
             f'{where} has no user turn: write {{"turns": [text]}}, {{"prompt": text}} or {{"messages": [...]}}'
         )
+    try:
+        check_text(text)
+    except PromptError as error:
+        raise ConfigError(f"{where}: {error}") from error
     return text
 
 
