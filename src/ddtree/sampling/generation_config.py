@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddtree.errors import ConfigError
@@ -33,17 +34,18 @@ def read_generation_config(model: Any, vocab_size: int) -> tuple[dict[str, Any],
     config = getattr(model, "generation_config", None)
     given = config.to_diff_dict() if config is not None else {}
     banned = [*(given.get("bad_words_ids") or []), *([token] for token in given.get("suppress_tokens") or [])]
-    wanted = {
+    wanted: dict[str, tuple[str, Any]] = {
         **{name: (name, given.get(name)) for name in SAMPLING},
         "max_new_tokens": ("max_tokens", given.get("max_new_tokens")),
         "bad_words_ids or suppress_tokens": ("bad_words", banned or None),
     }
-    fields, ignored = {}, []
+    fields: dict[str, Any] = {}
+    ignored = []
     for source, (name, value) in wanted.items():
         if value is None:
             continue
         try:
-            checked = SamplingParams(**{"max_tokens": 1, name: value})
+            checked = replace(SamplingParams(), **{name: value})
             if any(token >= vocab_size for word in checked.bad_words for token in word):
                 raise ConfigError(f"bad_words names a token beyond the model's {vocab_size}")
         except ConfigError as error:
