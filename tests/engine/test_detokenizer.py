@@ -42,24 +42,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 @cache
 def byte_fallback() -> PreTrainedTokenizerFast:
     """Llama's kind: spaces as ▁, unknown characters as byte tokens, the first space dropped."""
-    words = [
-        "▁",
-        "▁the",
-        "▁fox",
-        "the",
-        "fox",
-        "a",
-        "b",
-        "s",
-        "t",
-        "o",
-        "p",
-        "▁stop",
-        "。",
-        "你",
-        "\ufffd",
-        "",
-    ]
+    words = ["▁", "▁the", "▁fox", "the", "fox", *"abstop", "▁stop", "。", "你", "\ufffd", ""]
     pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + words
     vocab = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -304,31 +287,25 @@ def test_stop_strings_equal_a_plain_search(least: int) -> None:
     assert 20 < hits < 150
 
 
-def run(text: str, stop: Sequence[str], **options: Any) -> tuple[list[str], Detokenizer, list[int]]:
+@pytest.mark.parametrize(
+    ("text", "stop", "least", "shown", "found", "kept"),
+    [
+        ("one ##END## two", ["##END##"], 0, "one ", "##END##", "one ##END##"),
+        ("one ##ENE## two ##EN", ["##END##"], 0, "one ##ENE## two ##EN", None, "one ##ENE## two ##EN"),
+        ("abcd", ["bcd", "c"], 0, "ab", "c", "abc"),
+        ("abcd", ["c", "bc"], 0, "a", "bc", "abc"),
+        ("再见 🎉 done", ["🎉"], 0, "再见 ", "🎉", "再见 🎉"),
+        ("x x x x", ["x"], 0, "", "x", "x"),
+        ("x x x x", ["x"], 3, "x ", "x", "x x"),
+    ],
+)
+def test_a_stop_string_ends_the_text_and_is_never_shown(text, stop, least, shown, found, kept) -> None:
     tokenizer = byte_level()
     ids = encode(tokenizer, text)
-    detokenizer = Detokenizer(tokenizer, stop, **options)
-    return stream(detokenizer, ids), detokenizer, ids
-
-
-def test_a_stop_string_over_several_tokens_is_never_shown() -> None:
-    pieces, detokenizer, ids = run("one ##END## two", ["##END##"])
-    assert "".join(pieces) == "one "
-    assert not any("#" in piece for piece in pieces)
-    assert whole(byte_level(), ids[: detokenizer.kept]) == "one ##END##"
-
-
-def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
-    pieces, detokenizer, _ = run("one ##ENE## two ##EN", ["##END##"])
-    assert "".join(pieces) == "one ##ENE## two ##EN"
-    assert detokenizer.stop_string is None
-
-
-def test_the_string_completed_first_counts() -> None:
-    _, detokenizer, _ = run("abcd", ["bcd", "c"])
-    assert (detokenizer.text, detokenizer.stop_string) == ("ab", "c")
-    _, detokenizer, _ = run("abcd", ["c", "bc"])
-    assert (detokenizer.text, detokenizer.stop_string) == ("a", "bc")
+    detokenizer = Detokenizer(tokenizer, stop, min_tokens=least)
+    assert "".join(stream(detokenizer, ids)) == detokenizer.text == shown
+    assert detokenizer.stop_string == found
+    assert whole(tokenizer, ids[: detokenizer.kept]) == kept
 
 
 def test_a_stop_string_inside_one_token_keeps_that_token() -> None:
@@ -354,12 +331,6 @@ def test_nothing_follows_a_stop_string() -> None:
     assert (detokenizer.text, detokenizer.kept) == ("a", kept)
 
 
-def test_a_stop_string_of_split_characters() -> None:
-    pieces, detokenizer, ids = run("再见 🎉 done", ["🎉"])
-    assert "".join(pieces) == "再见 "
-    assert whole(byte_level(), ids[: detokenizer.kept]) == "再见 🎉"
-
-
 def test_a_stop_string_in_a_run_of_byte_tokens_ends_it_at_once() -> None:
     """Llama's newline is a byte token: it must stop there, not one token later."""
     tokenizer = byte_fallback()
@@ -378,14 +349,6 @@ def test_a_stop_string_in_an_invalid_run_is_not_text() -> None:
     detokenizer = Detokenizer(tokenizer, ["\n"])
     assert [detokenizer.push(token) for token in ids] == [False, False, False, True]
     assert detokenizer.text == "\ufffd\ufffdb"
-
-
-def test_minimum_tokens_pass_stop_strings_over() -> None:
-    _, detokenizer, ids = run("x x x x", ["x"], min_tokens=0)
-    assert (detokenizer.text, detokenizer.kept) == ("", 1)
-    _, detokenizer, ids = run("x x x x", ["x"], min_tokens=3)
-    assert detokenizer.kept >= 3
-    assert detokenizer.text + "x" == whole(byte_level(), ids[: detokenizer.kept])
 
 
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut() -> None:
@@ -423,12 +386,20 @@ def test_bad_words_are_spelled_alone_and_after_a_space() -> None:
     assert set(words) == {tuple(encode(tokenizer, text)) for text in ("fox", " fox", "你", " 你")}
 
 
-@pytest.mark.parametrize("words", ["fox", [""], [" "], [3]])
-def test_bad_words_that_are_no_words_are_refused(words: Any) -> None:
-    with pytest.raises(ConfigError, match="bad words must be a list of non-empty strings"):
+def test_what_is_no_string_stays_and_needs_no_tokenizer() -> None:
+    assert bad_word_ids(None, [(1, 2), [3]]) == [(1, 2), [3]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([""], "bad word '' is empty or holds half a character"),
+        ([" "], "bad word ' ' is empty"),
+        (["fox", "\ud800"], r"bad word '\\ud800' is empty or holds half a character"),
+        (3, "bad_words must be a list of strings or token id lists, not 3"),
+        (b"fox", "bad_words must be a list"),
+    ],
+)
+def test_bad_words_that_are_no_words_are_refused(words: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         bad_word_ids(byte_level(), words)
-
-
-def test_a_bad_word_with_half_a_character_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"bad word '\\ud800' holds half a character"):
-        bad_word_ids(byte_level(), ["fox", "\ud800"])

@@ -8,7 +8,6 @@ from ddtree.drafters.merged import Merged
 from ddtree.engine.engine import Engine
 from ddtree.engine.planner import Planner
 from ddtree.engine.sequence import Sequence
-from ddtree.errors import ConfigError
 from ddtree.model.target import Target
 from ddtree.policy import OFF, Arm, Choice, Request
 from ddtree.sampling.params import SamplingParams
@@ -94,10 +93,10 @@ def test_a_request_is_what_can_be_had_of_what_was_asked(asked, drafter, wanted):
     assert planner(drafter).request(*asked) == wanted
 
 
-def test_nothing_can_be_left_to_a_policy_that_is_not_there():
-    with pytest.raises(ConfigError, match=r"the engine has no policy: set Engine\.policy"):
-        planner(Scripted([])).request("auto", 16, 4, None, False)
-    assert planner(Scripted([]), Told()).request("auto", 16, 4, None, False).method == "auto"
+def test_without_a_policy_a_tree_of_16_nodes_stands_for_auto():
+    assert planner(Scripted([])).request("auto", "auto", 4) == Request("tree", 16, ("scripted",), 4)
+    assert planner(Scripted([])).request("chain", "auto", 4) == Request("chain", 16, ("scripted",), 4)
+    assert planner(Scripted([]), Told()).request("auto", 16, 4) == Request("auto", 16, ("scripted",), 4)
 
 
 def test_a_draft_ends_where_the_context_the_answer_or_the_cache_does():

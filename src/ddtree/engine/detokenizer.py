@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddtree.errors import ConfigError
@@ -220,23 +220,33 @@ class Detokenizer:
         return text
 
 
-def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Token id sequences of words, for `SamplingParams.bad_words`: each word by itself and after a space.
+def bad_word_ids(tokenizer: Any, words: str | Sequence[Any]) -> list[Any]:
+    """Return token id sequences of words, for `SamplingParams.bad_words`: each word by itself and after a space.
 
     A word that the model spells with other tokens is not banned by this, and a longer word that ends in the
     same tokens is.
 
+    Args:
+        tokenizer: the model's; None refuses strings.
+        words: one string, or a list of strings; items that are no strings, such as token id sequences, stay.
+
     Raises:
-        ConfigError: `words` is not a list of non-empty strings of valid Unicode.
+        ConfigError: `words` is no list, or a string is empty or no valid Unicode.
     """
-    if isinstance(words, str) or not all(isinstance(word, str) and word.strip() for word in words):
-        raise ConfigError(f"bad words must be a list of non-empty strings, not {words!r}")
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        if any("\ud800" <= char <= "\udfff" for char in word):
-            raise ConfigError(f"bad word {word!r} holds half a character: give valid Unicode")
-        for spelling in (word, " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
-            if ids:
-                found[ids] = None
-    return tuple(found)
+    if isinstance(words, bytes | Mapping) or not isinstance(words, Iterable):
+        raise ConfigError(f"bad_words must be a list of strings or token id lists, not {words!r}")
+    found: list[Any] = []
+    for word in [words] if isinstance(words, str) else words:
+        if not isinstance(word, str):
+            found.append(word)
+            continue
+        if tokenizer is None:
+            raise ConfigError(
+                "bad_words as strings need a tokenizer: give token ids, or load with tokenizer=..."
+            )
+        if not word.strip() or any("\ud800" <= char <= "\udfff" for char in word):
+            raise ConfigError(f"bad word {word!r} is empty or holds half a character: give valid Unicode")
+        for spelling in dict.fromkeys((word, " " + word.lstrip())):
+            if ids := tuple(tokenizer.encode(spelling, add_special_tokens=False)):
+                found.append(ids)
+    return found

