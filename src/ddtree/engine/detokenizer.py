@@ -89,8 +89,7 @@ class Detokenizer:
         self._run_bytes: codecs.IncrementalDecoder | None = None
         self._run_text = ""
         self._in_run = False
-        self._hidden: dict[int, bool] = {}
-        self._bytes: dict[int, int | None] = {}
+        self._kinds: dict[int, tuple[bool, int | None]] = {}
         # `_read` characters of the decoded window are settled; text before the window is settled too.
         self._window: list[int] = []
         self._read = 0
@@ -117,10 +116,10 @@ class Detokenizer:
         if self.stop_string is not None:
             return True
         self.kept += 1
-        if not visible or self._is_hidden(token):
+        hidden, byte = self._kind(token)
+        if hidden or not visible:
             return False
         self._window.append(token)
-        byte = self._byte(token)
         if byte is not None:
             return self._extend_run(byte)
         self._in_run = False
@@ -130,8 +129,7 @@ class Detokenizer:
         """Make all text final, as no token follows: incomplete characters become U+FFFD."""
         if self.stop_string is not None:
             return
-        if self._window:
-            self._settle(last=True)
+        self._settle(last=True)
         if self.stop_string is None:
             self._give(self._held)
         self._held = ""
@@ -194,24 +192,18 @@ class Detokenizer:
             return False
         return self._settle()
 
-    def _is_hidden(self, token: int) -> bool:
-        """Return whether decoding leaves the token out: a skipped special token, or an id without a token."""
-        if token not in self._hidden:
-            self._hidden[token] = self._decode([token]) == "" and (
-                self._tokenizer.convert_ids_to_tokens(token) is None
-                or self._decode([token], skip_special=False) != ""
-            )
-        return self._hidden[token]
+    def _kind(self, token: int) -> tuple[bool, int | None]:
+        """Return whether decoding leaves a token out, and the value of a byte-fallback token such as <0x0A>.
 
-    def _byte(self, token: int) -> int | None:
-        """Return the value of a byte-fallback token such as <0x0A>, or None."""
-        if token not in self._bytes:
-            name = self._tokenizer.convert_ids_to_tokens(token)
+        Skipped special tokens and ids without a token are left out.
+        """
+        if token not in self._kinds:
+            name, text = self._tokenizer.convert_ids_to_tokens(token), self._decode([token])
+            hidden = text == "" and (name is None or self._decode([token], skip_special=False) != "")
             match = _BYTE_TOKEN.fullmatch(name) if isinstance(name, str) else None
             # Byte-level vocabularies may hold the same string as ordinary text.
-            real = match is not None and self._decode([token]) != name
-            self._bytes[token] = int(match[1], 16) if match and real else None
-        return self._bytes[token]
+            self._kinds[token] = hidden, int(match[1], 16) if match and text != name else None
+        return self._kinds[token]
 
     def _decode(self, ids: list[int], skip_special: bool | None = None) -> str:
         skip = self._skip_special if skip_special is None else skip_special

