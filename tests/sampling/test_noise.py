@@ -80,13 +80,6 @@ def test_a_wider_vocabulary_and_other_threads_change_nothing() -> None:
         torch.set_num_threads(threads)
 
 
-def test_order_of_calls_does_not_matter() -> None:
-    forward, backward = Noise(11, 500), Noise(11, 500)
-    first = [forward.gumbel(t).clone() for t in range(50)]
-    second = [backward.gumbel(t).clone() for t in reversed(range(50))]
-    assert all(torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True))
-
-
 def test_a_row_is_made_once_while_it_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddtree.sampling.noise._ROWS_KEPT", 4)
     noise = Noise(1, 100)
@@ -190,15 +183,6 @@ def test_argmax_with_noise_samples_the_softmax(over: str) -> None:
     assert abs(chi_square(counts, probabilities)) < 4
     wrong = torch.softmax(logits * 1.1, 0)
     assert chi_square(counts, wrong) > 5, "the test would not notice a temperature that is off by a tenth"
-
-
-def test_pairs_of_consecutive_choices_are_independent() -> None:
-    logits = torch.tensor([0.5, 0.0, -0.5, 0.2])
-    noise = Noise(3, 4)
-    choices = torch.stack([(logits + noise.gumbel(t)).argmax() for t in range(20_000)])
-    p = torch.softmax(logits, 0)
-    pairs = torch.bincount(choices[::2] * 4 + choices[1::2], minlength=16)
-    assert abs(chi_square(pairs, torch.outer(p, p).flatten())) < 4
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "7", None, True])

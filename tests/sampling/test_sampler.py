@@ -226,25 +226,6 @@ def test_bad_words_equal_transformers_sequence_bias() -> None:
         assert torch.equal(scores, warper(torch.tensor([prefix]), logits[None].clone())[0])
 
 
-def test_presence_and_frequency_count_output_only() -> None:
-    sampler = make(0, temperature=0, prompt_length=2, presence_penalty=1.0, frequency_penalty=0.5)
-    logits = torch.zeros(VOCAB)
-    logits[3], logits[4] = 2.0, 1.0
-    assert sampler.choose(logits, [3, 3]) == 3, "a prompt's tokens are not output"
-    assert sampler.choose(logits, [3, 3, 3]) == 4, "2 - 1.5 < 1"
-    assert sampler.choose(logits, [3, 3, 3, 4]) == 3, "0.5 > -0.5"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_minimum_tokens_rule_out_every_end(temperature: float) -> None:
-    sampler = make(0, temperature=temperature, prompt_length=2, min_tokens=2, stop_token_ids=[7])
-    logits = torch.zeros(VOCAB)
-    logits[2], logits[7], logits[9] = 90.0, 80.0, 60.0
-    assert sampler.choose(logits, [1, 1]) == 9
-    assert sampler.choose(logits, [1, 1, 9]) == 9
-    assert sampler.choose(logits, [1, 1, 9, 9]) == 2
-
-
 def test_ignore_eos_makes_it_an_ordinary_token() -> None:
     assert make(0, stop_token_ids=[7]).stop_ids == {2, 7}
     sampler = make(0, temperature=0, ignore_eos=True, min_tokens=3, stop_token_ids=[7], prompt_length=1)
@@ -325,41 +306,10 @@ def test_a_target_s_own_minus_infinity_is_an_ordinary_value() -> None:
         assert make(0, **fields).choose(logits, [1]) in (8, 9)
 
 
-def test_same_seed_same_text_and_other_seed_other_text() -> None:
-    assert decode(make(5), 60) == decode(make(5), 60)
-    assert decode(make(5), 60) != decode(make(6), 60)
-
-
 def test_a_missing_seed_is_drawn_and_told() -> None:
     sampler = make(None)
     assert sampler.params.seed is not None
     assert decode(sampler, 30) == decode(make(sampler.params.seed), 30)
-
-
-def chi_square(counts: list[int], probabilities: list[float]) -> float:
-    """Wilson-Hilferty: the statistic as a standard normal."""
-    total, df = sum(counts), len(counts) - 1
-    statistic = sum((c - total * p) ** 2 / (total * p) for c, p in zip(counts, probabilities, strict=True))
-    return ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
-
-
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.3}])
-def test_choices_follow_the_processed_distribution(fields: dict[str, Any]) -> None:
-    logits = torch.tensor([1.2, 0.7, -0.4, 0.1, 2.0, -1.5])
-    params = SamplingParams(**fields)
-    kept = [v for v in range(6) if params.top_k == 0 or logits[v] >= logits.topk(params.top_k).values[-1]]
-    probabilities = torch.softmax(logits / params.temperature, 0)
-    if params.top_p < 1:
-        order = probabilities.sort(descending=True)
-        kept = sorted(order.indices[: int((order.values.cumsum(0) < params.top_p).sum()) + 1].tolist())
-    if params.min_p:
-        kept = [v for v in kept if probabilities[v] >= params.min_p * probabilities.max()]
-    counts = Counter(make(seed, vocab=6, **fields).choose(logits, [1]) for seed in range(4000))
-    assert set(counts) == set(kept)
-    want = probabilities[kept] / probabilities[kept].sum()
-    assert chi_square([counts[v] for v in kept], want.tolist()) < 4
-    wrong = torch.softmax(logits[kept] / params.temperature * 1.25, 0)
-    assert chi_square([counts[v] for v in kept], wrong.tolist()) > 4, "the test must notice a sharper rule"
 
 
 def test_logprobs_are_the_target_s_own() -> None:
