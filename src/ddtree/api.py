@@ -180,10 +180,8 @@ class Model:
         """
         many = prompts.is_batch(prompt)
         chosen = self._params(params, sampling)
-        encoded = [
-            self.encode(one, chat=chat, chat_template_kwargs=chat_template_kwargs)
-            for one in (prompt if many else [prompt])
-        ]
+        every = prompt if many else [prompt]
+        encoded = [self.encode(one, chat=chat, chat_template_kwargs=chat_template_kwargs) for one in every]
         sequences = self._queue(encoded, chosen, method, budget, depth)
         try:
             while any(sequence.finish_reason is None for sequence in sequences):
@@ -310,15 +308,7 @@ class Model:
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         """Make the object that turns an answer's tokens into text and finds stop strings; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return Detokenizer(
-            self.tokenizer,
-            params.stop,
-            include_stop=params.include_stop,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
+        return None if self.tokenizer is None else Detokenizer(self.tokenizer, params)
 
     def prepare(self) -> None:
         """Make "auto" able to decide; this machine may have to be measured first.

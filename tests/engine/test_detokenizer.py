@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast, PythonBackend
 
 from ddtree.engine.detokenizer import Detokenizer, bad_word_ids, find_stop, possible_stop
 from ddtree.errors import ConfigError
+from ddtree.sampling.params import SamplingParams
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then it sleeps in the sun.",
@@ -101,6 +102,10 @@ def whole(tokenizer: Any, ids: Sequence[int], skip: bool = True) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
+def make(tokenizer: Any, stop: Sequence[str] = (), **options: Any) -> Detokenizer:
+    return Detokenizer(tokenizer, SamplingParams(stop=tuple(stop), **options))
+
+
 def stream(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
     pieces = []
     for token in ids:
@@ -144,7 +149,7 @@ def test_pieces_of_any_ids_add_up_to_the_whole(name: str, skip: bool) -> None:
             rng.choice(tokenizer.all_special_ids) if rng.random() < special else rng.randrange(size)
             for _ in range(length)
         ]
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+        detokenizer = make(tokenizer, skip_special_tokens=skip)
         pieces = stream(detokenizer, ids)
         assert "".join(pieces) == detokenizer.text == whole(tokenizer, ids, skip)
         assert detokenizer.kept == length
@@ -155,14 +160,14 @@ def test_characters_split_over_tokens_come_whole(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     ids = encode(tokenizer, MIXED * 5)
     assert len(ids) > len(MIXED * 5), "the text must be split below characters"
-    pieces = stream(Detokenizer(tokenizer), ids)
+    pieces = stream(make(tokenizer), ids)
     assert "".join(pieces) == whole(tokenizer, ids)
     assert "\ufffd" not in "".join(pieces)
 
 
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     tokenizer = byte_level()
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = make(tokenizer)
     shown = ""
     for index, token in enumerate(ids := encode(tokenizer, MIXED), start=1):
         detokenizer.push(token)
@@ -176,8 +181,8 @@ def test_a_run_of_byte_tokens_waits_for_its_end() -> None:
     good, bad = "é".encode(), b"\xc3\xa9\xe4"
     for run, text in ((good, "é"), (bad, "\ufffd" * 3)):
         ids = [3 + byte for byte in run] + encode(tokenizer, "a")
-        assert stream(Detokenizer(tokenizer), ids) == [""] * len(run) + [text + "a", ""]
-        assert stream(Detokenizer(tokenizer), ids[:-1]) == [""] * len(run) + [text]
+        assert stream(make(tokenizer), ids) == [""] * len(run) + [text + "a", ""]
+        assert stream(make(tokenizer), ids[:-1]) == [""] * len(run) + [text]
 
 
 def test_tokens_without_text_between_words_do_not_eat_spaces() -> None:
@@ -186,12 +191,12 @@ def test_tokens_without_text_between_words_do_not_eat_spaces() -> None:
     for silent in (eos, tokenizer.convert_tokens_to_ids(""), len(tokenizer) + 5):
         for gap in (1, 3, 30):
             ids = [the] + [silent] * gap + [fox]
-            assert "".join(stream(Detokenizer(tokenizer), ids)) == "the fox" == whole(tokenizer, ids)
+            assert "".join(stream(make(tokenizer), ids)) == "the fox" == whole(tokenizer, ids)
 
 
 def test_a_stop_token_counts_and_has_no_text() -> None:
     tokenizer = byte_level()
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    detokenizer = make(tokenizer, skip_special_tokens=False)
     for token in encode(tokenizer, "bye"):
         detokenizer.push(token)
     before = detokenizer.kept
@@ -220,7 +225,7 @@ def test_work_is_linear_in_the_text(pattern: str, name: str, stop: tuple[str, ..
     ids = PATTERNS[pattern](tokenizer)
     assert len(ids) >= 500
     counted = Counted(tokenizer)
-    text = "".join(stream(Detokenizer(counted, stop), ids))
+    text = "".join(stream(make(counted, stop), ids))
     assert text == whole(tokenizer, ids)
     assert counted.decoded < 25 * len(ids)
 
@@ -230,7 +235,7 @@ def test_ids_without_a_token_have_no_text_and_cost_nothing() -> None:
     tokenizer = byte_level()
     counted = Counted(tokenizer)
     a, b = encode(tokenizer, "ab")
-    assert "".join(stream(Detokenizer(counted), [a] + [len(tokenizer) + 3] * 2000 + [b])) == "ab"
+    assert "".join(stream(make(counted), [a] + [len(tokenizer) + 3] * 2000 + [b])) == "ab"
     assert counted.decoded < 50
 
 
@@ -268,12 +273,12 @@ def test_stop_strings_equal_a_plain_search(least: int) -> None:
         ]
         ids = encode(tokenizer, text)
         want, kept, stop = reference_stop(tokenizer, ids, stops, least)
-        detokenizer = Detokenizer(tokenizer, stops, min_tokens=least)
+        detokenizer = make(tokenizer, stops, min_tokens=least)
         pieces = stream(detokenizer, ids)
         assert "".join(pieces) == detokenizer.text == want
         assert (detokenizer.kept, detokenizer.stop_string) == (kept, stop)
         hits += stop is not None
-        with_stop = Detokenizer(tokenizer, stops, include_stop=True, min_tokens=least)
+        with_stop = make(tokenizer, stops, include_stop=True, min_tokens=least)
         stream(with_stop, ids)
         assert with_stop.text == want + (stop or "")
     assert 20 < hits < 150
@@ -294,7 +299,7 @@ def test_stop_strings_equal_a_plain_search(least: int) -> None:
 def test_a_stop_string_ends_the_text_and_is_never_shown(text, stop, least, shown, found, kept) -> None:
     tokenizer = byte_level()
     ids = encode(tokenizer, text)
-    detokenizer = Detokenizer(tokenizer, stop, min_tokens=least)
+    detokenizer = make(tokenizer, stop, min_tokens=least)
     assert "".join(stream(detokenizer, ids)) == detokenizer.text == shown
     assert detokenizer.stop_string == found
     assert whole(tokenizer, ids[: detokenizer.kept]) == kept
@@ -304,10 +309,10 @@ def test_a_stop_string_inside_one_token_keeps_that_token() -> None:
     tokenizer = byte_level()
     token = tokenizer.convert_tokens_to_ids("Ġthe")
     assert isinstance(token, int) and token != tokenizer.unk_token_id
-    detokenizer = Detokenizer(tokenizer, ["h"])
+    detokenizer = make(tokenizer, ["h"])
     assert [detokenizer.push(token), detokenizer.push(token)] == [True, True]
     assert (detokenizer.text, detokenizer.kept) == (" t", 1)
-    detokenizer = Detokenizer(tokenizer, ["h"], include_stop=True)
+    detokenizer = make(tokenizer, ["h"], include_stop=True)
     detokenizer.push(token)
     assert detokenizer.text == " th"
 
@@ -316,10 +321,10 @@ def test_a_stop_string_in_a_run_of_byte_tokens_ends_it_at_once() -> None:
     """Llama's newline is a byte token: it must stop there, not one token later."""
     tokenizer = byte_fallback()
     ids = encode(tokenizer, "a\nb")
-    detokenizer = Detokenizer(tokenizer, ["\n"])
+    detokenizer = make(tokenizer, ["\n"])
     assert [detokenizer.push(token) for token in ids[:2]] == [False, True]
     assert (detokenizer.text, detokenizer.kept) == ("a", 2)
-    detokenizer = Detokenizer(tokenizer, ["aé\n"], include_stop=True)
+    detokenizer = make(tokenizer, ["aé\n"], include_stop=True)
     assert [detokenizer.push(token) for token in encode(tokenizer, "aé\nb")] == [False] * 3 + [True, True]
     assert detokenizer.text == "aé\n"
 
@@ -327,7 +332,7 @@ def test_a_stop_string_in_a_run_of_byte_tokens_ends_it_at_once() -> None:
 def test_a_stop_string_in_an_invalid_run_is_not_text() -> None:
     tokenizer = byte_fallback()
     ids = [3 + 0xE4, *encode(tokenizer, "\nb"), *encode(tokenizer, "\n")]
-    detokenizer = Detokenizer(tokenizer, ["\n"])
+    detokenizer = make(tokenizer, ["\n"])
     assert [detokenizer.push(token) for token in ids] == [False, False, False, True]
     assert detokenizer.text == "\ufffd\ufffdb"
 

@@ -64,7 +64,7 @@ def planner(drafter=None, policy=None):
 def sequence(length, request, max_tokens=30, **sampling):
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
     sampler = Sampler(params, 48, (), prompt_length=length)
-    one = Sequence(tiny.prompt(length), sampler.params, sampler, None, request, 10**6)
+    one = Sequence(tiny.prompt(length), sampler, None, request, 10**6)
     one.extend([7], [torch.zeros(48)])
     return one
 

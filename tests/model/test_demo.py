@@ -42,22 +42,14 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
     writer.add_token_merges(merges)
-    parts = {ours: theirs for theirs, ours in demo._LAYER.items()}
-    wholes = {ours: theirs for theirs, ours in demo._GLOBAL.items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
-        if name == "lm_head.weight":
-            continue
-        stem = name.removesuffix(".weight")
         values = weight.float().numpy()
-        if stem in wholes:
-            writer.add_tensor(f"{wholes[stem]}.weight", values)
-            continue
-        layer, part = stem.removeprefix("model.layers.").split(".", 1)
-        if part.endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if part.endswith("q_proj") else config.num_key_value_heads
-            halves = values.reshape(heads, 2, config.head_dim // 2, config.hidden_size)
+        if "q_proj" in name or "k_proj" in name:
+            halves = values.reshape(-1, 2, config.head_dim // 2, config.hidden_size)
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-        writer.add_tensor(f"blk.{layer}.{parts[part]}.weight", values)
+        if name != "lm_head.weight":
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -13,7 +13,7 @@ from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.sampling import sampler as sampling
 from ddtree.sampling.noise import Noise
 from ddtree.sampling.params import SamplingParams
-from ddtree.sampling.sampler import Sampler
+from ddtree.sampling.sampler import Sampler, token_logprobs
 
 VOCAB = 400
 EOS = frozenset({2})
@@ -313,25 +313,15 @@ def test_a_missing_seed_is_drawn_and_told() -> None:
 
 
 def test_logprobs_are_the_target_s_own() -> None:
-    """Not those after temperature, penalties or filters."""
     logits = target([1, 2], torch.bfloat16)
-    sampler = make(0, logprobs=5, temperature=0.3, top_k=2, repetition_penalty=3.0)
-    got = sampler.logprobs(logits, 17)
+    got = token_logprobs(logits, 17, 5)
     want = torch.log_softmax(logits.float(), -1)
-    assert got.token == 17
-    assert got.logprob == pytest.approx(want[17].item(), abs=1e-5)
-    assert [token for token, _ in got.top] == sorted(range(VOCAB), key=lambda v: (-want[v].item(), v))[:5]
-    assert [value for _, value in got.top] == pytest.approx(
-        [want[token].item() for token, _ in got.top], abs=1e-5
-    )
-
-
-def test_logprobs_zero_reports_the_chosen_token_alone() -> None:
-    assert make(0, logprobs=0).logprobs(torch.zeros(VOCAB), 3).top == ()
-    assert make(0, logprobs=1000).logprobs(torch.zeros(VOCAB), 3).top[:2] == (
-        (0, pytest.approx(-math.log(VOCAB))),
-        (1, pytest.approx(-math.log(VOCAB))),
-    )
+    best = sorted(range(VOCAB), key=lambda v: (-want[v].item(), v))[:5]
+    assert got.token == 17 and got.logprob == pytest.approx(want[17].item(), abs=1e-5)
+    assert [token for token, _ in got.top] == best
+    assert [value for _, value in got.top] == pytest.approx(want[best].tolist(), abs=1e-5)
+    assert token_logprobs(logits, 17, 0).top == ()
+    assert [token for token, _ in token_logprobs(torch.zeros(VOCAB), 3, 1000).top] == list(range(VOCAB))
 
 
 def test_the_vocabulary_is_checked() -> None:

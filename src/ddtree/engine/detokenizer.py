@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddtree.errors import ConfigError
+from ddtree.sampling.params import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -59,10 +60,8 @@ class Detokenizer:
 
     Args:
         tokenizer: a Hugging Face tokenizer, fast or slow.
-        stop: strings that end the text; the one completed first counts.
-        include_stop: leave the stop string in the text.
-        skip_special_tokens: leave special tokens out of the text.
-        min_tokens: stop strings completed by an earlier token are ordinary text.
+        params: says which strings end the text (the one completed first counts), whether the stop string and special
+            tokens are left in it, and before how many tokens (`min_tokens`) a stop string is ordinary text.
 
     Attributes:
         kept: tokens pushed, the last being the one that completed the stop string; ids and logprobs are cut
@@ -70,22 +69,12 @@ class Detokenizer:
         stop_string: the stop string found, or None.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        stop: Sequence[str] = (),
-        *,
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-        min_tokens: int = 0,
-    ) -> None:
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self.kept = 0
         self.stop_string: str | None = None
         self._tokenizer = tokenizer
-        self._include_stop = include_stop
-        self._skip_special = skip_special_tokens
-        self._min_tokens = min_tokens
-        self._stops = sorted(set(stop))
+        self._params = params
+        self._stops = sorted(set(params.stop))
         self._run_bytes: codecs.IncrementalDecoder | None = None
         self._run_text = ""
         self._in_run = False
@@ -131,7 +120,7 @@ class Detokenizer:
             return
         self._settle(last=True)
         if self.stop_string is None:
-            self._give(self._held)
+            self._pieces.append(self._held)
         self._held = ""
 
     def _settle(self, last: bool = False) -> bool:
@@ -157,20 +146,16 @@ class Detokenizer:
 
     def _feed(self, text: str) -> bool:
         held = self._held + text
-        hit = find_stop(held, len(self._held), self._stops) if self.kept >= self._min_tokens else None
+        hit = find_stop(held, len(self._held), self._stops) if self.kept >= self._params.min_tokens else None
         if hit is None:
             cut = len(held) - possible_stop(held, self._stops)
             self._held = held[cut:]
         else:
             end, self.stop_string = hit
-            cut = end - (0 if self._include_stop else len(self.stop_string))
+            cut = end - (0 if self._params.include_stop else len(self.stop_string))
             self._held = ""
-        self._give(held[:cut])
+        self._pieces.append(held[:cut])
         return hit is not None
-
-    def _give(self, text: str) -> None:
-        if text:
-            self._pieces.append(text)
 
     def _extend_run(self, byte: int) -> bool:
         """Append to a run of byte tokens: its text is not final, yet a stop string in it ends it at once."""
@@ -188,7 +173,7 @@ class Detokenizer:
             return False
         known, held = len(self._run_text), self._run_text + text
         self._run_text = held[len(held) - possible_stop(held, self._stops) :]
-        if self.kept < self._min_tokens or find_stop(held, known, self._stops) is None:
+        if self.kept < self._params.min_tokens or find_stop(held, known, self._stops) is None:
             return False
         return self._settle()
 
@@ -206,7 +191,7 @@ class Detokenizer:
         return self._kinds[token]
 
     def _decode(self, ids: list[int], skip_special: bool | None = None) -> str:
-        skip = self._skip_special if skip_special is None else skip_special
+        skip = self._params.skip_special_tokens if skip_special is None else skip_special
         text = self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

@@ -199,7 +199,7 @@ class Engine:
             eos_ids=self.target.eos_ids,
             device=self.target.device,
         )
-        return Sequence(prompt, sampler.params, sampler, text, request, self.target.max_context)
+        return Sequence(prompt, sampler, text, request, self.target.max_context)
 
     def queue(self, sequence: Sequence) -> None:
         """Let a sequence join when its turn comes and there is a free row."""

@@ -26,6 +26,7 @@ import torch
 from filelock import AcquireReturnProxy, FileLock, Timeout
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ddtree.errors import CheckpointError
 from ddtree.storage import cache_folder
@@ -190,19 +191,6 @@ def _say(line: str) -> None:
     print(f"ddtree: {line}", file=sys.stderr, flush=True)
 
 
-# Names in a GGUF, and in a checkpoint of transformers.
-_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _CONTROL_TOKEN = 3
 """tokenizer.ggml.token_type of a special token."""
 
@@ -244,22 +232,23 @@ def _tokenizer(reader: Any) -> Tokenizer:
 
 def _weights(reader: Any, folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors, dequantized to bfloat16, under transformers' names."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
     from gguf.quants import dequantize
 
-    config = json.loads((folder / "config.json").read_bytes())
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        names = AutoModelForCausalLM.from_config(config).state_dict()
+    theirs = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
     weights: dict[str, torch.Tensor] = {}
-    for tensor in reader.tensors:
+    for name in names:
+        tensor = tensors.get(theirs.get_name(name, try_suffixes=(".weight",)))
+        if tensor is None:  # the head, which is the embedding
+            continue
         values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        stem = tensor.name.removesuffix(".weight")
-        name = _GLOBAL.get(stem)
-        if name is None:
-            _, layer, part = stem.split(".")
-            name = f"model.layers.{layer}.{_LAYER[part]}"
-            if part in heads:
-                # GGUF rotates neighbouring rows of a head, transformers its halves.
-                rows, width = values.shape
-                pairs = values.reshape(heads[part], rows // heads[part] // 2, 2, width)
-                values = pairs.swapaxes(1, 2).reshape(rows, width)
-        weights[f"{name}.weight"] = torch.from_numpy(values).to(torch.bfloat16)
+        if "q_proj" in name or "k_proj" in name:
+            # GGUF rotates neighbouring rows of a head, transformers its halves.
+            pairs = values.reshape(-1, config.head_dim // 2, 2, config.hidden_size)
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        weights[name] = torch.from_numpy(values).to(torch.bfloat16)
     return weights

@@ -79,8 +79,7 @@ class DraftTree:
     def row(self, index: int) -> DraftTree:
         """Return the tree of one row, without its padding."""
         size = self.sizes[index]
-        cut = (slice(index, index + 1), slice(size)) if index >= 0 else (slice(index, None), slice(size))
-        return DraftTree.of((column[cut] for column in self.columns), [size])
+        return DraftTree.of((column[index, :size][None] for column in self.columns), [size])
 
     def truncate(self, budgets: list[int]) -> DraftTree:
         """Keep the first nodes of each row: its tree of a smaller budget (nodes besides the root).
