@@ -155,18 +155,9 @@ def test_pieces_of_any_ids_add_up_to_the_whole(name: str, skip: bool) -> None:
         assert detokenizer.kept == length
 
 
-@pytest.mark.parametrize("name", ["byte level", "byte fallback", "slow"])
-def test_characters_split_over_tokens_come_whole(name: str) -> None:
+@pytest.mark.parametrize("name", ["byte level", "slow"])
+def test_text_comes_as_soon_as_it_is_certain(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    ids = encode(tokenizer, MIXED * 5)
-    assert len(ids) > len(MIXED * 5), "the text must be split below characters"
-    pieces = stream(make(tokenizer), ids)
-    assert "".join(pieces) == whole(tokenizer, ids)
-    assert "\ufffd" not in "".join(pieces)
-
-
-def test_text_comes_as_soon_as_it_is_certain() -> None:
-    tokenizer = byte_level()
     detokenizer = make(tokenizer)
     shown = ""
     for index, token in enumerate(ids := encode(tokenizer, MIXED), start=1):
@@ -356,11 +347,8 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut() -> None:
                 assert possible_stop(held + new, stops) == partial
                 held = shown[done - partial :]
         assert found == want
-
-
-def test_a_stop_string_that_was_passed_over_may_begin_the_next() -> None:
-    assert possible_stop("aba", ["aba"]) == 1
-    assert find_stop("aba", 1, ["aba"]) == (3, "aba")
+    # A stop string that was passed over may begin the next.
+    assert possible_stop("aba", ["aba"]) == 1 and find_stop("aba", 1, ["aba"]) == (3, "aba")
 
 
 # Bad words

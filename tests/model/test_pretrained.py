@@ -34,15 +34,12 @@ def offline(monkeypatch):
         monkeypatch.setattr(kind, "from_pretrained", guarded)
 
 
-def test_model_and_tokenizer_come_in_the_checkpoints_dtype(folder):
+def test_model_and_tokenizer_come_in_the_checkpoints_dtype_or_the_one_asked_for(folder):
     model, tokenizer = pretrained.load_causal_lm(folder, "cpu")
     assert model.dtype == torch.float32 and not model.training
     assert tokenizer.decode(tokenizer.encode("é")) == "<s>é"
-
-
-def test_a_dtype_that_is_asked_for_is_used(folder):
-    assert pretrained.load_causal_lm(folder, "cpu", "bfloat16")[0].dtype == torch.bfloat16
-    assert pretrained.load_causal_lm(folder, "cpu", torch.float16)[0].dtype == torch.float16
+    for dtype in ("bfloat16", torch.bfloat16):
+        assert pretrained.load_causal_lm(folder, "cpu", dtype)[0].dtype == torch.bfloat16
 
 
 def test_a_folder_without_tokenizer_files_gives_none(tmp_path):

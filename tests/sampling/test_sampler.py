@@ -235,13 +235,6 @@ def test_ignore_eos_makes_it_an_ordinary_token() -> None:
     assert sampler.choose(logits, [1]) == 2
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
-    logits = torch.zeros(VOCAB, dtype=torch.bfloat16)
-    logits[[30, 70, 71]] = 4.0
-    assert make(0, temperature=0).choose(logits, [1]) == 30
-    assert make(0, temperature=0, repetition_penalty=1.5).choose(logits, [1]) == 30
-
-
 def test_custom_processors_get_the_prefix_and_may_not_change_it() -> None:
     seen = []
 
@@ -304,12 +297,6 @@ def test_a_target_s_own_minus_infinity_is_an_ordinary_value() -> None:
     logits[[8, 9]] = 0.0
     for fields in ({"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.5}):
         assert make(0, **fields).choose(logits, [1]) in (8, 9)
-
-
-def test_a_missing_seed_is_drawn_and_told() -> None:
-    sampler = make(None)
-    assert sampler.params.seed is not None
-    assert decode(sampler, 30) == decode(make(sampler.params.seed), 30)
 
 
 def test_logprobs_are_the_target_s_own() -> None:
