@@ -105,6 +105,16 @@ def test_drafting_switched_off_half_way_changes_no_token(model, prompts, texts):
     assert sequence.stats.arms["off"] > 1 and sequence.stats.arms["tree@scripted"] == 1
 
 
+def test_logprobs_are_the_targets_with_and_without_drafts(model, prompts, texts):
+    plain = decode(model, None, prompts[0], greedy(logprobs=3))
+    drafted = decode(model, Scripted(texts), prompts[0], greedy(logprobs=3))
+    assert len(plain.logprobs) == LENGTH
+    for token, a, b in zip(plain.output, plain.logprobs, drafted.logprobs, strict=True):
+        assert a.token == b.token == token
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert [i for i, _ in a.top] == [i for i, _ in b.top]
+
+
 def test_a_failing_processor_ends_its_own_sequence_only(model, prompts, texts):
     def fail(prefix, logits):
         if len(prefix) > len(prompts[0]) + 3:
