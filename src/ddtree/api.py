@@ -17,6 +17,7 @@ from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import DrafterSpec, folder_of, load_drafter
 from ddtree.engine.detokenizer import Detokenizer, bad_word_ids
 from ddtree.engine.engine import Engine, Sequence
+from ddtree.engine.planner import check_drafting, unmeasured
 from ddtree.engine.sequence import Piece, Result
 from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError, did_you_mean
 from ddtree.model.autoregressive import AutoregressiveTarget
@@ -294,10 +295,10 @@ class Model:
         depth: int,
     ) -> list[Sequence]:
         """Let the engine decode these prompts, all of them or, where one is refused, none."""
+        check_drafting(method, budget, depth)
         with self._lock:
             self._check_open()
-            if "auto" in (method, budget) and method != "off" and budget != 0:
-                self.prepare()
+            method, budget = self.decided(method, budget)
             request = self.engine.request(method, budget, depth, sampled=not params.greedy)
             sequences = [
                 self.engine.sequence(ids, params, request, self.detokenizer(params)) for ids in encoded
@@ -310,8 +311,16 @@ class Model:
         """Make the object that turns an answer's tokens into text and finds stop strings; None without a tokenizer."""
         return None if self.tokenizer is None else Detokenizer(self.tokenizer, params)
 
-    def prepare(self) -> None:
-        """Make "auto" able to decide; this machine may have to be measured first.
+    def decided(self, method: AutoMethod, budget: AutoBudget) -> tuple[AutoMethod, AutoBudget]:
+        """Return the method and budget to ask the engine for: fixed ones for "auto" where nothing can decide."""
+        if method == "off" or budget == 0:
+            return "off", 0
+        if "auto" in (method, budget) and not self.prepare():
+            return unmeasured(method, budget)
+        return method, budget
+
+    def prepare(self) -> bool:
+        """Make "auto" able to decide, and return whether it is; this machine may have to be measured first.
 
         Nothing can be measured while sequences are running, nor where the context or memory is too small.
         """
@@ -324,6 +333,7 @@ class Model:
                 )
                 # A short context, or little memory: requests that fit are served all the same.
                 self._measurable = engine.policy is not None or not idle
+            return engine.policy is not None
 
     def _check_open(self) -> None:
         if self._closed:

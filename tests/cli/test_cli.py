@@ -239,7 +239,7 @@ def test_version_and_help(capsys):
             ["--logprobs", "2", PROMPT],
             "--logprobs is shown with --json only: add it, or leave --logprobs out",
         ),
-        (["--logit-bias", "a=1", PROMPT], "a token id in logit_bias must be a whole number"),
+        (["--logit-bias", "a=1", PROMPT], "a token id in logit_bias must be an integer"),
         (["--threads", "0", PROMPT], "--threads 0 is outside 1..1024"),
         (["--max-context", "9999", PROMPT], "max_context=9999 is outside 2..512, the model's own limit"),
         (["--device", "toaster", PROMPT], "unknown device 'toaster'"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddtree.errors import ConfigError, check_whole
+from ddtree.errors import ConfigError, check_whole, is_whole
 from ddtree.sampling.noise import MAX_SEED
 
 Processor = Callable[[list[int], Tensor], Tensor]
@@ -23,11 +23,19 @@ GREEDY_BELOW = 1e-5
 MAX_TOKEN = 2**31 - 1
 
 
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if not is_whole(value):
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
+    return check_whole(name, value, low, high)
+
+
 def _real(name: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
     # NaN is in no range, and whole numbers need not fit into a float.
     number: Any = value
-    if isinstance(value, bool) or not isinstance(value, Real) or not low <= number <= high:
-        raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {value!r}")
+    if not low <= number <= high:
+        raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {value}")
     return float(number)
 
 
@@ -38,7 +46,7 @@ def _switch(name: str, value: Any) -> bool:
 
 
 def _token(name: str, value: Any) -> int:
-    return check_whole(f"a token id in {name}", value, 0, MAX_TOKEN)
+    return _integer(f"a token id in {name}", value, 0, MAX_TOKEN)
 
 
 def _listed(name: str, value: Any, what: str, check: Callable[[str, Any], Any]) -> tuple[Any, ...]:
@@ -148,7 +156,7 @@ class SamplingParams:
     """
 
     temperature: float = field(default=1.0, metadata=_checked(_real, 0.0, 100.0))
-    top_k: int = field(default=0, metadata=_checked(check_whole, -1, MAX_TOKEN, none=0))
+    top_k: int = field(default=0, metadata=_checked(_integer, -1, MAX_TOKEN, none=0))
     top_p: float = field(default=1.0, metadata=_checked(_real, 0.0, 1.0))
     min_p: float = field(default=0.0, metadata=_checked(_real, 0.0, 1.0))
     repetition_penalty: float = field(default=1.0, metadata=_checked(_real, 1e-3, 1e3))
@@ -156,14 +164,14 @@ class SamplingParams:
     frequency_penalty: float = field(default=0.0, metadata=_checked(_real, -2.0, 2.0))
     logit_bias: dict[int, float] = field(default_factory=dict, metadata=_checked(_logit_bias, none={}))
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), metadata=_checked(_bad_words, none=()))
-    min_tokens: int = field(default=0, metadata=_checked(check_whole, 0, MAX_TOKEN))
+    min_tokens: int = field(default=0, metadata=_checked(_integer, 0, MAX_TOKEN))
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=_checked(_token_ids, none=()))
     stop: tuple[str, ...] = field(default=(), metadata=_checked(_stop_strings, none=()))
     include_stop: bool = field(default=False, metadata=_checked(_switch))
-    max_tokens: int = field(default=256, metadata=_checked(check_whole, 1, MAX_TOKEN))
-    seed: int | None = field(default=None, metadata=_checked(check_whole, 0, MAX_SEED - 1, none=None))
-    logprobs: int | None = field(default=None, metadata=_checked(check_whole, 0, 1000, none=None))
-    prompt_logprobs: int | None = field(default=None, metadata=_checked(check_whole, 0, 1000, none=None))
+    max_tokens: int = field(default=256, metadata=_checked(_integer, 1, MAX_TOKEN))
+    seed: int | None = field(default=None, metadata=_checked(_integer, 0, MAX_SEED - 1, none=None))
+    logprobs: int | None = field(default=None, metadata=_checked(_integer, 0, 1000, none=None))
+    prompt_logprobs: int | None = field(default=None, metadata=_checked(_integer, 0, 1000, none=None))
     ignore_eos: bool = field(default=False, metadata=_checked(_switch))
     skip_special_tokens: bool = field(default=True, metadata=_checked(_switch))
     processors: tuple[Processor, ...] = field(default=(), metadata=_checked(_processors, none=()))
