@@ -47,7 +47,7 @@ def test_stop_string_mid_accept_leaves_no_ids_or_logprobs_behind_it(model, answe
     tokenizer = words.tokenizer()
     at = first_new(answer, 2, 5)
     stop = tokenizer.decode([answer[at]])
-    text = Detokenizer(tokenizer, [stop])
+    text = Detokenizer(tokenizer, SamplingParams(stop=(stop,)))
     sequence = run(model, knowing(answer), text=text, stop=(stop,), logprobs=2)
     assert sequence.finish_reason == "stop"
     assert sequence.output == answer[: at + 1]

@@ -39,22 +39,13 @@ __all__ = [
     "load",
 ]
 
-# torch and transformers take seconds to import: they wait until something needs them.
-_LATER = {
-    "Model": "ddtree.api",
-    "Piece": "ddtree.api",
-    "Result": "ddtree.api",
-    "SamplingParams": "ddtree.sampling.params",
-    "Stream": "ddtree.api",
-    "custom_generate": "ddtree.integrations.transformers",
-    "load": "ddtree.api",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    # torch and transformers take seconds to import: they wait until something needs them.
+    if name not in __all__:
         raise AttributeError(f"module 'ddtree' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    module = "ddtree.integrations.transformers" if name == "custom_generate" else "ddtree.api"
+    value = globals()[name] = getattr(importlib.import_module(module), name)
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from os import PathLike
@@ -18,9 +18,9 @@ from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import DrafterSpec, folder_of, load_drafter
 from ddtree.engine.detokenizer import Detokenizer, bad_word_ids
 from ddtree.engine.engine import Engine, Sequence
-from ddtree.engine.planner import unmeasured
+from ddtree.engine.planner import check_drafting, unmeasured
 from ddtree.engine.sequence import Piece, Result
-from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError, check_whole, did_you_mean
+from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError, did_you_mean
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.demo import demo_drafter
@@ -190,14 +190,10 @@ class Model:
         """
         many = prompts.is_batch(prompt)
         chosen = self._params(params, sampling)
-        encoded = [
-            self.encode(one, chat=chat, chat_template_kwargs=chat_template_kwargs)
-            for one in (prompt if many else [prompt])
-        ]
-        sequences: list[Sequence] = []
+        every = prompt if many else [prompt]
+        encoded = [self.encode(one, chat=chat, chat_template_kwargs=chat_template_kwargs) for one in every]
+        sequences = self._queue(encoded, chosen, method, budget, depth)
         try:
-            for ids in encoded:
-                sequences.append(self._add(ids, chosen, method, budget, depth))
             while any(sequence.finish_reason is None for sequence in sequences):
                 self.step()
                 for sequence in sequences:
@@ -223,7 +219,7 @@ class Model:
         """Answer one prompt piece by piece; arguments and errors are those of `generate`."""
         chosen = self._params(params, sampling)
         ids = self.encode(prompt, chat=chat, chat_template_kwargs=chat_template_kwargs)
-        return Stream(self, self._add(ids, chosen, method, budget, depth))
+        return Stream(self, *self._queue([ids], chosen, method, budget, depth))
 
     def step(self) -> None:
         """Take one step of the engine for all running answers. An exception ends them all.
@@ -257,8 +253,7 @@ class Model:
             ConfigError: the model is closed.
         """
         with self._lock:
-            if self._closed:
-                raise ConfigError("the model is closed: load it again")
+            self._check_open()
             old = self.engine
             old.close()
             drafter = old.drafter if _cleared(old.drafter, old.max_rows) else None
@@ -293,10 +288,8 @@ class Model:
             raise ConfigError(
                 f"params must be SamplingParams, not {type(params).__name__}: give fields as keyword arguments"
             )
-        words = sampling.get("bad_words")
-        if isinstance(words, Iterable) and not isinstance(words, Mapping | bytes):
-            words = [words] if isinstance(words, str) else words
-            sampling = {**sampling, "bad_words": [ids for word in words for ids in self._spelled(word)]}
+        if words := sampling.get("bad_words"):
+            sampling = {**sampling, "bad_words": bad_word_ids(self.tokenizer, words)}
         most = self.defaults.get("max_tokens", MAX_TOKENS)
         chosen = replace(params or SamplingParams(max_tokens=most), **sampling)
         if params is None:
@@ -305,40 +298,30 @@ class Model:
             raise ConfigError("stop strings need a tokenizer: use stop_token_ids, or load with tokenizer=...")
         return chosen
 
-    def _spelled(self, word: Any) -> Iterable[Any]:
-        """Return the token ids of the spellings of a bad word; what is no text as it is."""
-        if not isinstance(word, str):
-            return [word]
-        if self.tokenizer is None:
-            raise ConfigError(
-                "bad_words as strings need a tokenizer: give token ids, or load with tokenizer=..."
-            )
-        return bad_word_ids(self.tokenizer, [word])
-
-    def _add(
-        self, ids: list[int], params: SamplingParams, method: AutoMethod, budget: AutoBudget, depth: int
-    ) -> Sequence:
-        if budget != "auto":
-            check_whole("budget", budget)
-        check_whole("depth", depth)
-        text = self.detokenizer(params)
+    def _queue(
+        self,
+        encoded: list[list[int]],
+        params: SamplingParams,
+        method: AutoMethod,
+        budget: AutoBudget,
+        depth: int,
+    ) -> list[Sequence]:
+        """Let the engine decode these prompts, all of them or, where one is refused, none."""
+        check_drafting(method, budget, depth)
         with self._lock:
-            if self._closed:
-                raise ConfigError("the model is closed: load it again")
+            self._check_open()
             method, budget = self.decided(method, budget)
-            return self.engine.add(ids, params, method=method, budget=budget, depth=depth, text=text)
+            request = self.engine.request(method, budget, depth, sampled=not params.greedy)
+            sequences = [
+                self.engine.sequence(ids, params, request, self.detokenizer(params)) for ids in encoded
+            ]
+            for sequence in sequences:
+                self.engine.queue(sequence)
+        return sequences
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         """Make the object that turns an answer's tokens into text and finds stop strings; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return Detokenizer(
-            self.tokenizer,
-            params.stop,
-            include_stop=params.include_stop,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
+        return None if self.tokenizer is None else Detokenizer(self.tokenizer, params)
 
     def decided(self, method: AutoMethod, budget: AutoBudget) -> tuple[AutoMethod, AutoBudget]:
         """Return the method and budget to ask the engine for: fixed ones for "auto" where nothing can decide."""
@@ -363,6 +346,10 @@ class Model:
                 # A short context, or little memory: requests that fit are served all the same.
                 self._measurable = engine.policy is not None or not idle
             return engine.policy is not None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("the model is closed: load it again")
 
     def _abandon(self, error: BaseException | None) -> None:
         for sequence in self.engine.sequences:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast, PythonBackend
 
 from ddtree.engine.detokenizer import Detokenizer, bad_word_ids, find_stop, possible_stop
 from ddtree.errors import ConfigError
+from ddtree.sampling.params import SamplingParams
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then it sleeps in the sun.",
@@ -42,24 +43,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 @cache
 def byte_fallback() -> PreTrainedTokenizerFast:
     """Llama's kind: spaces as ▁, unknown characters as byte tokens, the first space dropped."""
-    words = [
-        "▁",
-        "▁the",
-        "▁fox",
-        "the",
-        "fox",
-        "a",
-        "b",
-        "s",
-        "t",
-        "o",
-        "p",
-        "▁stop",
-        "。",
-        "你",
-        "\ufffd",
-        "",
-    ]
+    words = ["▁", "▁the", "▁fox", "the", "fox", *"abstop", "▁stop", "。", "你", "\ufffd", ""]
     pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + words
     vocab = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -118,6 +102,10 @@ def whole(tokenizer: Any, ids: Sequence[int], skip: bool = True) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
+def make(tokenizer: Any, stop: Sequence[str] = (), **options: Any) -> Detokenizer:
+    return Detokenizer(tokenizer, SamplingParams(stop=tuple(stop), **options))
+
+
 def stream(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
     pieces = []
     for token in ids:
@@ -161,25 +149,16 @@ def test_pieces_of_any_ids_add_up_to_the_whole(name: str, skip: bool) -> None:
             rng.choice(tokenizer.all_special_ids) if rng.random() < special else rng.randrange(size)
             for _ in range(length)
         ]
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+        detokenizer = make(tokenizer, skip_special_tokens=skip)
         pieces = stream(detokenizer, ids)
         assert "".join(pieces) == detokenizer.text == whole(tokenizer, ids, skip)
         assert detokenizer.kept == length
 
 
-@pytest.mark.parametrize("name", ["byte level", "byte fallback", "slow"])
-def test_characters_split_over_tokens_come_whole(name: str) -> None:
+@pytest.mark.parametrize("name", ["byte level", "slow"])
+def test_text_comes_as_soon_as_it_is_certain(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    ids = encode(tokenizer, MIXED * 5)
-    assert len(ids) > len(MIXED * 5), "the text must be split below characters"
-    pieces = stream(Detokenizer(tokenizer), ids)
-    assert "".join(pieces) == whole(tokenizer, ids)
-    assert "\ufffd" not in "".join(pieces)
-
-
-def test_text_comes_as_soon_as_it_is_certain() -> None:
-    tokenizer = byte_level()
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = make(tokenizer)
     shown = ""
     for index, token in enumerate(ids := encode(tokenizer, MIXED), start=1):
         detokenizer.push(token)
@@ -193,16 +172,8 @@ def test_a_run_of_byte_tokens_waits_for_its_end() -> None:
     good, bad = "é".encode(), b"\xc3\xa9\xe4"
     for run, text in ((good, "é"), (bad, "\ufffd" * 3)):
         ids = [3 + byte for byte in run] + encode(tokenizer, "a")
-        assert stream(Detokenizer(tokenizer), ids) == [""] * len(run) + [text + "a", ""]
-        assert stream(Detokenizer(tokenizer), ids[:-1]) == [""] * len(run) + [text]
-
-
-def test_what_is_incomplete_at_the_end_is_decoded_as_the_tokenizer_does() -> None:
-    tokenizer = byte_level()
-    ids = encode(tokenizer, "ok 🎉")[:-1]
-    pieces = stream(Detokenizer(tokenizer), ids)
-    assert pieces[-1] == "\ufffd"
-    assert "".join(pieces) == whole(tokenizer, ids) == "ok \ufffd"
+        assert stream(make(tokenizer), ids) == [""] * len(run) + [text + "a", ""]
+        assert stream(make(tokenizer), ids[:-1]) == [""] * len(run) + [text]
 
 
 def test_tokens_without_text_between_words_do_not_eat_spaces() -> None:
@@ -211,12 +182,12 @@ def test_tokens_without_text_between_words_do_not_eat_spaces() -> None:
     for silent in (eos, tokenizer.convert_tokens_to_ids(""), len(tokenizer) + 5):
         for gap in (1, 3, 30):
             ids = [the] + [silent] * gap + [fox]
-            assert "".join(stream(Detokenizer(tokenizer), ids)) == "the fox" == whole(tokenizer, ids)
+            assert "".join(stream(make(tokenizer), ids)) == "the fox" == whole(tokenizer, ids)
 
 
 def test_a_stop_token_counts_and_has_no_text() -> None:
     tokenizer = byte_level()
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    detokenizer = make(tokenizer, skip_special_tokens=False)
     for token in encode(tokenizer, "bye"):
         detokenizer.push(token)
     before = detokenizer.kept
@@ -245,7 +216,7 @@ def test_work_is_linear_in_the_text(pattern: str, name: str, stop: tuple[str, ..
     ids = PATTERNS[pattern](tokenizer)
     assert len(ids) >= 500
     counted = Counted(tokenizer)
-    text = "".join(stream(Detokenizer(counted, stop), ids))
+    text = "".join(stream(make(counted, stop), ids))
     assert text == whole(tokenizer, ids)
     assert counted.decoded < 25 * len(ids)
 
@@ -255,7 +226,7 @@ def test_ids_without_a_token_have_no_text_and_cost_nothing() -> None:
     tokenizer = byte_level()
     counted = Counted(tokenizer)
     a, b = encode(tokenizer, "ab")
-    assert "".join(stream(Detokenizer(counted), [a] + [len(tokenizer) + 3] * 2000 + [b])) == "ab"
+    assert "".join(stream(make(counted), [a] + [len(tokenizer) + 3] * 2000 + [b])) == "ab"
     assert counted.decoded < 50
 
 
@@ -293,81 +264,90 @@ def test_stop_strings_equal_a_plain_search(least: int) -> None:
         ]
         ids = encode(tokenizer, text)
         want, kept, stop = reference_stop(tokenizer, ids, stops, least)
-        detokenizer = Detokenizer(tokenizer, stops, min_tokens=least)
+        detokenizer = make(tokenizer, stops, min_tokens=least)
         pieces = stream(detokenizer, ids)
         assert "".join(pieces) == detokenizer.text == want
         assert (detokenizer.kept, detokenizer.stop_string) == (kept, stop)
         hits += stop is not None
-        with_stop = Detokenizer(tokenizer, stops, include_stop=True, min_tokens=least)
+        with_stop = make(tokenizer, stops, include_stop=True, min_tokens=least)
         stream(with_stop, ids)
         assert with_stop.text == want + (stop or "")
     assert 20 < hits < 150
 
 
-def run(text: str, stop: Sequence[str], **options: Any) -> tuple[list[str], Detokenizer, list[int]]:
+@pytest.mark.parametrize(
+    ("text", "stop", "least", "shown", "found", "kept"),
+    [
+        ("one ##END## two", ["##END##"], 0, "one ", "##END##", "one ##END##"),
+        ("one ##ENE## two ##EN", ["##END##"], 0, "one ##ENE## two ##EN", None, "one ##ENE## two ##EN"),
+        ("abcd", ["bcd", "c"], 0, "ab", "c", "abc"),
+        ("abcd", ["c", "bc"], 0, "a", "bc", "abc"),
+        ("再见 🎉 done", ["🎉"], 0, "再见 ", "🎉", "再见 🎉"),
+        ("x x x x", ["x"], 0, "", "x", "x"),
+        ("x x x x", ["x"], 3, "x ", "x", "x x"),
+    ],
+)
+def test_a_stop_string_ends_the_text_and_is_never_shown(text, stop, least, shown, found, kept) -> None:
     tokenizer = byte_level()
     ids = encode(tokenizer, text)
-    detokenizer = Detokenizer(tokenizer, stop, **options)
-    return stream(detokenizer, ids), detokenizer, ids
+    detokenizer = make(tokenizer, stop, min_tokens=least)
+    assert "".join(stream(detokenizer, ids)) == detokenizer.text == shown
+    assert detokenizer.stop_string == found
+    assert whole(tokenizer, ids[: detokenizer.kept]) == kept
 
 
-def test_a_stop_string_over_several_tokens_is_never_shown() -> None:
-    pieces, detokenizer, ids = run("one ##END## two", ["##END##"])
-    assert "".join(pieces) == "one "
-    assert not any("#" in piece for piece in pieces)
-    assert whole(byte_level(), ids[: detokenizer.kept]) == "one ##END##"
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
+@pytest.mark.parametrize(
+    ("stop", "kept", "shown", "found"),
+    [
+        (["<s>"], "aé<s>", "aé", "<s>"),
+        (["é<s>"], "aé<s>", "a", "é<s>"),
+        (["<s>b"], "aé<s>b", "aé", "<s>b"),
+        (["zz<s>", "b"], "aé<s>b", "aé", "b"),
+        (["<s>z", "é<s>z"], "aé<s>b", "aéb", None),
+    ],
+)
+def test_a_stop_string_of_special_tokens_fires_though_the_text_leaves_them_out(
+    tokenizer, stop, kept, shown, found
+) -> None:
+    ids = [*encode(tokenizer, "aé"), tokenizer.bos_token_id, *encode(tokenizer, "b")]
+    detokenizer = make(tokenizer, stop)
+    assert "".join(stream(detokenizer, ids)) == detokenizer.text == shown
+    text = tokenizer.decode(ids[: detokenizer.kept], clean_up_tokenization_spaces=False)
+    assert (detokenizer.stop_string, text) == (found, kept)
+    with_stop = make(tokenizer, stop, include_stop=True)
+    stream(with_stop, ids)
+    assert with_stop.text == shown + (found or "")
 
 
-def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
-    pieces, detokenizer, _ = run("one ##ENE## two ##EN", ["##END##"])
-    assert "".join(pieces) == "one ##ENE## two ##EN"
-    assert detokenizer.stop_string is None
-
-
-def test_the_string_completed_first_counts() -> None:
-    _, detokenizer, _ = run("abcd", ["bcd", "c"])
-    assert (detokenizer.text, detokenizer.stop_string) == ("ab", "c")
-    _, detokenizer, _ = run("abcd", ["c", "bc"])
-    assert (detokenizer.text, detokenizer.stop_string) == ("a", "bc")
+def test_a_stop_string_found_in_the_last_flush_is_there_for_the_caller() -> None:
+    tokenizer = byte_level()
+    detokenizer = make(tokenizer, ["\ufffd"])
+    assert not detokenizer.push(encode(tokenizer, "你")[0]) and detokenizer.stop_string is None
+    detokenizer.finish()
+    assert (detokenizer.text, detokenizer.stop_string) == ("", "\ufffd")
 
 
 def test_a_stop_string_inside_one_token_keeps_that_token() -> None:
     tokenizer = byte_level()
     token = tokenizer.convert_tokens_to_ids("Ġthe")
     assert isinstance(token, int) and token != tokenizer.unk_token_id
-    detokenizer = Detokenizer(tokenizer, ["h"])
+    detokenizer = make(tokenizer, ["h"])
     assert [detokenizer.push(token), detokenizer.push(token)] == [True, True]
     assert (detokenizer.text, detokenizer.kept) == (" t", 1)
-    detokenizer = Detokenizer(tokenizer, ["h"], include_stop=True)
+    detokenizer = make(tokenizer, ["h"], include_stop=True)
     detokenizer.push(token)
     assert detokenizer.text == " th"
-
-
-def test_nothing_follows_a_stop_string() -> None:
-    tokenizer = byte_level()
-    detokenizer = Detokenizer(tokenizer, ["b"])
-    for token in encode(tokenizer, "ab"):
-        detokenizer.push(token)
-    kept = detokenizer.kept
-    assert detokenizer.push(encode(tokenizer, "c")[0]) is True
-    detokenizer.finish()
-    assert (detokenizer.text, detokenizer.kept) == ("a", kept)
-
-
-def test_a_stop_string_of_split_characters() -> None:
-    pieces, detokenizer, ids = run("再见 🎉 done", ["🎉"])
-    assert "".join(pieces) == "再见 "
-    assert whole(byte_level(), ids[: detokenizer.kept]) == "再见 🎉"
 
 
 def test_a_stop_string_in_a_run_of_byte_tokens_ends_it_at_once() -> None:
     """Llama's newline is a byte token: it must stop there, not one token later."""
     tokenizer = byte_fallback()
     ids = encode(tokenizer, "a\nb")
-    detokenizer = Detokenizer(tokenizer, ["\n"])
+    detokenizer = make(tokenizer, ["\n"])
     assert [detokenizer.push(token) for token in ids[:2]] == [False, True]
     assert (detokenizer.text, detokenizer.kept) == ("a", 2)
-    detokenizer = Detokenizer(tokenizer, ["aé\n"], include_stop=True)
+    detokenizer = make(tokenizer, ["aé\n"], include_stop=True)
     assert [detokenizer.push(token) for token in encode(tokenizer, "aé\nb")] == [False] * 3 + [True, True]
     assert detokenizer.text == "aé\n"
 
@@ -375,17 +355,9 @@ def test_a_stop_string_in_a_run_of_byte_tokens_ends_it_at_once() -> None:
 def test_a_stop_string_in_an_invalid_run_is_not_text() -> None:
     tokenizer = byte_fallback()
     ids = [3 + 0xE4, *encode(tokenizer, "\nb"), *encode(tokenizer, "\n")]
-    detokenizer = Detokenizer(tokenizer, ["\n"])
+    detokenizer = make(tokenizer, ["\n"])
     assert [detokenizer.push(token) for token in ids] == [False, False, False, True]
     assert detokenizer.text == "\ufffd\ufffdb"
-
-
-def test_minimum_tokens_pass_stop_strings_over() -> None:
-    _, detokenizer, ids = run("x x x x", ["x"], min_tokens=0)
-    assert (detokenizer.text, detokenizer.kept) == ("", 1)
-    _, detokenizer, ids = run("x x x x", ["x"], min_tokens=3)
-    assert detokenizer.kept >= 3
-    assert detokenizer.text + "x" == whole(byte_level(), ids[: detokenizer.kept])
 
 
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut() -> None:
@@ -407,11 +379,8 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut() -> None:
                 assert possible_stop(held + new, stops) == partial
                 held = shown[done - partial :]
         assert found == want
-
-
-def test_a_stop_string_that_was_passed_over_may_begin_the_next() -> None:
-    assert possible_stop("aba", ["aba"]) == 1
-    assert find_stop("aba", 1, ["aba"]) == (3, "aba")
+    # A stop string that was passed over may begin the next.
+    assert possible_stop("aba", ["aba"]) == 1 and find_stop("aba", 1, ["aba"]) == (3, "aba")
 
 
 # Bad words
@@ -423,12 +392,20 @@ def test_bad_words_are_spelled_alone_and_after_a_space() -> None:
     assert set(words) == {tuple(encode(tokenizer, text)) for text in ("fox", " fox", "你", " 你")}
 
 
-@pytest.mark.parametrize("words", ["fox", [""], [" "], [3]])
-def test_bad_words_that_are_no_words_are_refused(words: Any) -> None:
-    with pytest.raises(ConfigError, match="bad words must be a list of non-empty strings"):
+def test_what_is_no_string_stays_and_needs_no_tokenizer() -> None:
+    assert bad_word_ids(None, [(1, 2), [3]]) == [(1, 2), [3]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([""], "bad word '' is empty or holds half a character"),
+        ([" "], "bad word ' ' is empty"),
+        (["fox", "\ud800"], r"bad word '\\ud800' is empty or holds half a character"),
+        (3, "bad_words must be a list of strings or token id lists, not 3"),
+        (b"fox", "bad_words must be a list"),
+    ],
+)
+def test_bad_words_that_are_no_words_are_refused(words: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         bad_word_ids(byte_level(), words)
-
-
-def test_a_bad_word_with_half_a_character_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"bad word '\\ud800' holds half a character"):
-        bad_word_ids(byte_level(), ["fox", "\ud800"])

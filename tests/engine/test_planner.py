@@ -5,11 +5,8 @@ import torch
 
 import tiny
 from ddtree.drafters.merged import Merged
-from ddtree.engine.engine import Engine
 from ddtree.engine.planner import Planner
 from ddtree.engine.sequence import Sequence
-from ddtree.errors import ConfigError
-from ddtree.model.target import Target
 from ddtree.policy import OFF, Arm, Choice, Request
 from ddtree.sampling.params import SamplingParams
 from ddtree.sampling.sampler import Sampler
@@ -65,7 +62,7 @@ def planner(drafter=None, policy=None):
 def sequence(length, request, max_tokens=30, **sampling):
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
     sampler = Sampler(params, 48, (), prompt_length=length)
-    one = Sequence(tiny.prompt(length), sampler.params, sampler, None, request, 10**6)
+    one = Sequence(tiny.prompt(length), sampler, None, request, 10**6)
     one.extend([7], [torch.zeros(48)])
     return one
 
@@ -94,10 +91,10 @@ def test_a_request_is_what_can_be_had_of_what_was_asked(asked, drafter, wanted):
     assert planner(drafter).request(*asked) == wanted
 
 
-def test_nothing_can_be_left_to_a_policy_that_is_not_there():
-    with pytest.raises(ConfigError, match=r"the engine has no policy: set Engine\.policy"):
-        planner(Scripted([])).request("auto", 16, 4, None, False)
-    assert planner(Scripted([]), Told()).request("auto", 16, 4, None, False).method == "auto"
+def test_without_a_policy_a_tree_of_16_nodes_stands_for_auto():
+    assert planner(Scripted([])).request("auto", "auto", 4) == Request("tree", 16, ("scripted",), 4)
+    assert planner(Scripted([])).request("chain", "auto", 4) == Request("chain", 16, ("scripted",), 4)
+    assert planner(Scripted([]), Told()).request("auto", 16, 4) == Request("auto", 16, ("scripted",), 4)
 
 
 def test_a_draft_ends_where_the_context_the_answer_or_the_cache_does():
@@ -136,16 +133,13 @@ def test_the_policy_is_told_which_drafts_tell_of_the_drafter():
     assert policy.whole == [True, False, True, False] and plan.decided
 
 
-def test_a_row_without_room_for_a_node_says_nothing_of_the_drafter():
-    policy, drafter = Told(Choice(TREE, 4)), Asked()
-    planner(drafter, policy).plan([sequence(10, automatic())], most=0)
-    assert policy.whole == [False] and drafter.rows == []
-
-
-def test_what_was_behind_in_another_round_says_nothing_of_one_without_drafts():
-    policy, drafter = Told(Choice(OFF, 0)), Asked(lagging_rows=[0])
-    planner(drafter, policy).plan([sequence(10, automatic())], most=99)
-    assert policy.whole == [True]
+@pytest.mark.parametrize(
+    ("choice", "most", "lagging", "whole"), [(Choice(TREE, 4), 0, [], False), (Choice(OFF, 0), 99, [0], True)]
+)
+def test_a_round_without_room_or_wish_for_a_draft_says_nothing_of_the_drafter(choice, most, lagging, whole):
+    policy, drafter = Told(choice), Asked(lagging)
+    planner(drafter, policy).plan([sequence(10, automatic())], most)
+    assert policy.whole == [whole] and drafter.rows == []
 
 
 def test_a_part_that_is_behind_counts_among_several():
@@ -166,11 +160,3 @@ def test_the_policy_learns_of_the_rounds_that_it_had_a_say_in_only():
         made.learn(plan, [[0]], [[3]], {"draft": 1.0})
         assert len(policy.lessons) == lessons
     assert policy.lessons == [(plan.tree, [[0]], [[3]], {"draft": 1.0})]
-
-
-def test_an_engines_policy_is_its_planners():
-    model = tiny.model("llama")
-    engine = Engine(Target(model), Scripted([]))
-    assert engine.policy is None and engine.members == ("scripted",)
-    engine.policy = policy = Told()
-    assert engine.policy is policy is engine._planner.policy

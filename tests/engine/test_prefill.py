@@ -92,21 +92,14 @@ def test_running_rows_wait_for_one_chunk_between_two_rounds(model, texts):
     late = [engine.add(prompt, greedy()) for prompt in PROMPTS[1:3]]
     joining = []
     while not engine.idle:
-        engine.step()
+        moved = engine.step()
         joining.append(in_prefill(engine))
+        # The first token waits for no round.
+        assert late[0].output_length or late[0] not in moved
     assert target.log.startswith("p" + "vp" * (8 + 3))
     assert "pp" not in target.log
     assert joining.count(late[0]) == 2 * (8 - 1)
     assert [s.tokens for s in (first, *late)] == texts[:3]
-
-
-def test_a_first_token_waits_for_no_round(model, texts):
-    engine = Engine(Target(model), Scripted(texts), prefill_chunk=CHUNK)
-    engine.add(PROMPTS[0], greedy())
-    engine.step()
-    late = engine.add(PROMPTS[3], greedy())
-    moved = [engine.step() for _ in range(4)]
-    assert moved[3] == [late] and late.output_length == 1 and engine.running[1] is late
 
 
 def test_while_nothing_runs_short_prompts_join_in_one_step(model, texts):
@@ -236,10 +229,11 @@ def test_bytes_in_use_are_those_of_committed_tokens(model, texts):
     assert engine.kv_bytes()[0] == 0
 
 
+@pytest.mark.parametrize("kind", [Target, AutoregressiveTarget])
 @pytest.mark.parametrize("chunk", [5, 512])
-def test_log_probabilities_of_a_prompt_are_those_of_one_pass_over_it(model, chunk):
+def test_log_probabilities_of_a_prompt_are_those_of_one_pass_over_it(model, chunk, kind):
     prompt = tiny.prompt(23, seed=1)
-    engine = Engine(Target(model), None, prefill_chunk=chunk, prefix_bytes=2**20)
+    engine = Engine(kind(model), None, prefill_chunk=chunk, prefix_bytes=2**20)
     for _ in range(2):  # the second time its beginning is known
         sequence = engine.add(
             prompt, SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2), method="off"
@@ -252,17 +246,3 @@ def test_log_probabilities_of_a_prompt_are_those_of_one_pass_over_it(model, chun
         for one, row in zip(sequence.prompt_logprobs, expected, strict=False):
             assert one.logprob == pytest.approx(row[one.token].item(), abs=1e-4)
             assert [value for _, value in one.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
-
-
-def test_log_probabilities_of_a_prompt_on_a_target_with_caches_of_its_own(model):
-    prompt = tiny.prompt(9, seed=1)
-    values = []
-    for target in (Target(model), AutoregressiveTarget(model, None)):
-        engine = Engine(target, None)
-        sequence = engine.add(
-            prompt, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), method="off"
-        )
-        engine.step()
-        values.append([one.logprob for one in sequence.prompt_logprobs])
-    assert len(values[0]) == 8
-    assert values[0] == pytest.approx(values[1], abs=1e-4)

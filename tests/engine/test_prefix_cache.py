@@ -52,8 +52,8 @@ def check(parts, text):
 def memory(store):
     """Bytes of the storages that the store holds."""
     found = {}
-    for node in store._nodes():
-        for tensor in [t for pair in node.part.columns for t in pair] + [node.part.features]:
+    for part in store._parts():
+        for tensor in [t for pair in part.columns for t in pair] + [part.features]:
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 
@@ -170,6 +170,10 @@ def test_of_a_known_prompt_only_the_last_token_is_processed_again():
     assert sequences[0].tokens == sequences[1].tokens == sequences[2].tokens
 
 
+def known(engine, tokens):
+    return sum(len(part.tokens) for part in engine.prefixes.find(tokens))
+
+
 def test_a_cancelled_answer_leaves_what_there_is_and_a_failed_one_its_prompt():
     model, prompt = tiny.model(), tiny.prompt(30)
     engine = Engine(Target(model), tiny.drafter("tree", model), prefix_bytes=10**8)
@@ -177,9 +181,7 @@ def test_a_cancelled_answer_leaves_what_there_is_and_a_failed_one_its_prompt():
     for _ in range(5):
         engine.step()
     engine.cancel(cancelled)
-    assert (
-        sum(len(part.tokens) for part in engine.prefixes.find(cancelled.tokens)) == len(cancelled.tokens) - 1
-    )
+    assert known(engine, cancelled.tokens) == len(cancelled.tokens) - 1
 
     def fail(prefix, logits):
         if len(prefix) > 24:
@@ -188,7 +190,7 @@ def test_a_cancelled_answer_leaves_what_there_is_and_a_failed_one_its_prompt():
 
     failed, _ = decode(engine, tiny.prompt(20, seed=8), processors=(fail,))
     assert failed.finish_reason == "error" and failed.output_length > 1
-    assert sum(len(part.tokens) for part in engine.prefixes.find(failed.tokens)) == 20
+    assert known(engine, failed.tokens) == 20
 
 
 def test_the_bound_holds_while_many_chats_go_on():

@@ -1,6 +1,6 @@
 """Attention: in half precision on the CPU a query's result does not depend on what stands beside it."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -69,20 +69,9 @@ def test_steady_attention_is_attention():
 
 
 def in_another_thread(call):
-    """The exception that a call raises in a thread of its own, or None."""
-    found = []
-
-    def run():
-        try:
-            call()
-            found.append(None)
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(30)
-    return found[0]
+    """Return the exception that a call raises in a thread of its own, or None."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).exception(30)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])

@@ -8,9 +8,9 @@ import transformers as hf
 
 import tiny
 from ddtree.errors import ConfigError, UnsupportedModelError
-from ddtree.model import attention
+from ddtree.model import architectures, attention
 from ddtree.model.autoregressive import AutoregressiveTarget
-from ddtree.model.target import Target, why_no_tree
+from ddtree.model.target import Target
 from ddtree.tree import DraftTree
 
 TOLERANCE = 2e-4
@@ -86,28 +86,6 @@ def test_after_a_commit_the_cache_holds_the_accepted_path_only(family):
         torch.testing.assert_close(logits[row, 0], plain, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("wrong", ["linear positions", "causal mask", "no compaction"])
-def test_the_comparison_fails_for_a_wrong_verification(wrong, monkeypatch):
-    model = tiny.model("llama")
-    target = Target(model)
-    prompt = tiny.prompt(17)
-    cache, _ = start(target, [prompt], 512)
-    tree = ragged_tree().row(0)
-    depths, visible = tree.depths, None
-    if wrong == "linear positions":
-        from ddtree.tree import ancestor_mask
-
-        depths, visible = torch.arange(5)[None], ancestor_mask(tree)
-    logits = target.extend(cache, tree.tokens, depths, visible).logits
-    node = 4
-    if wrong == "no compaction":
-        cache.commit([[0, 1, 2, 3]])
-        logits = target.verify(cache, DraftTree.root([7], torch.device("cpu"))).logits
-        node = 0
-    plain = plain_logits(model, [*prompt, *path_of(tree, 0, 4)])[-1]
-    assert (logits[0, node] - plain).abs().max() > 0.05
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_features_are_the_outputs_of_decoder_layers(family):
     model = tiny.model(
@@ -141,15 +119,16 @@ def test_the_model_keeps_its_own_attention_outside_our_forwards():
     assert not any(layer._forward_hooks for layer in model.get_decoder().layers)
 
 
-def test_a_feature_layer_out_of_range_is_named():
-    with pytest.raises(ConfigError, match=r"feature layer 2 is outside the target's layers 0\.\.1"):
-        Target(tiny.model(), feature_layers=(0, 2))
-
-
-@pytest.mark.parametrize("limit", [0, 1, 513, -4])
-def test_a_context_beyond_the_models_own_is_refused(limit):
-    with pytest.raises(ConfigError, match=f"max_context={limit} is outside 2..512"):
-        Target(tiny.model(), max_context=limit)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"feature_layers": (0, 2)}, r"feature layer 2 is outside the target's layers 0\.\.1"),
+        *(({"max_context": limit}, f"max_context={limit} is outside 2..512") for limit in (0, 1, 513, -4)),
+    ],
+)
+def test_what_the_model_does_not_have_is_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Target(tiny.model(), **options)
 
 
 def recurrent_model():
@@ -164,11 +143,6 @@ def recurrent_model():
     model = hf.Qwen3NextForCausalLM(config).eval()
     model.generation_config.eos_token_id = None
     return model
-
-
-def test_hybrid_state_is_refused_by_layer_type_with_what_works_instead():
-    with pytest.raises(UnsupportedModelError, match=r'linear_attention layers.*use drafter="none"'):
-        Target(recurrent_model())
 
 
 def test_hybrid_models_are_decoded_root_by_root_and_take_no_drafts():
@@ -188,17 +162,16 @@ def test_hybrid_models_are_decoded_root_by_root_and_take_no_drafts():
         target.use_features((0,))
 
 
-def test_encoder_decoders_are_refused_by_name():
-    model = hf.T5ForConditionalGeneration(
-        hf.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
-    )
-    assert "T5ForConditionalGeneration is an encoder-decoder" in why_no_tree(model)
-
-
-def test_models_outside_the_attention_interface_are_refused():
-    model = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
-    with pytest.raises(UnsupportedModelError, match="attention interface"):
-        Target(model)
+def test_models_that_take_no_tree_are_refused_by_name():
+    encoder = hf.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
+    bloom = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
+    for model, message in (
+        (hf.T5ForConditionalGeneration(encoder), "T5ForConditionalGeneration is an encoder-decoder"),
+        (hf.BloomForCausalLM(bloom), "attention interface"),
+        (recurrent_model(), r'linear_attention layers.*use drafter="none"'),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            Target(model)
 
 
 def test_an_untested_family_is_probed_when_loaded(monkeypatch):
@@ -213,9 +186,9 @@ def test_an_untested_family_is_probed_when_loaded(monkeypatch):
         Target(model)
 
 
-def path_and_tree_logits(family):
-    """The same path's logits in bfloat16, one token at a time and within a tree of decoys."""
-    model = tiny.model(family).to(torch.bfloat16)
+def test_bfloat16_logits_of_a_tree_are_bit_for_bit_those_of_plain_decoding():
+    """A path's, one token at a time and within a tree of decoys."""
+    model = tiny.model().to(torch.bfloat16)
     target = Target(model)
     path = tiny.prompt(12, seed=3)
     cache, _ = start(target, [tiny.prompt(40)], 512)
@@ -235,12 +208,8 @@ def path_and_tree_logits(family):
     tree = DraftTree(
         torch.tensor([nodes]), torch.tensor([parents]), torch.tensor([depths]), zeros, [len(nodes)]
     )
-    return torch.stack(one_by_one), target.verify(cache, tree).logits[0, places]
-
-
-def test_bfloat16_logits_of_a_tree_are_bit_for_bit_those_of_plain_decoding():
-    plain, tree = path_and_tree_logits("llama")
-    assert (plain == tree).float().mean() > 0.9
+    found = target.verify(cache, tree).logits[0, places]
+    assert (torch.stack(one_by_one) == found).float().mean() > 0.9
 
 
 def test_longrope_ends_where_its_factors_would_change():
@@ -281,3 +250,22 @@ def test_threads_that_run_one_model_do_not_leave_our_attention_on_it():
         found = list(pool.map(decode, range(4)))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert model.config._attn_implementation == before
+
+
+def test_the_cache_goes_in_and_comes_out_under_its_name_of_this_release():
+    model = tiny.model()
+    name = architectures.cache_argument(model)
+    assert name in architectures.CACHE_NAMES
+    ids = torch.tensor([tiny.prompt(9)])
+    with torch.inference_mode():
+        whole = model(ids).logits[0, -1]
+        cache = architectures.cache_of(model(ids[:, :-1], use_cache=True))
+        assert torch.allclose(model(ids[:, -1:], **{name: cache}).logits[0, -1], whole, atol=1e-4)
+
+
+def test_recurrent_models_have_a_name_too():
+    torch.manual_seed(0)
+    model = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=tiny.VOCAB, hidden_size=16, num_hidden_layers=1))
+    output = model(torch.tensor([tiny.prompt(4)]), use_cache=True)
+    assert architectures.cache_argument(model) in architectures.CACHE_NAMES
+    assert architectures.cache_of(output) is not None

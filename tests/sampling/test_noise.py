@@ -80,13 +80,6 @@ def test_a_wider_vocabulary_and_other_threads_change_nothing() -> None:
         torch.set_num_threads(threads)
 
 
-def test_order_of_calls_does_not_matter() -> None:
-    forward, backward = Noise(11, 500), Noise(11, 500)
-    first = [forward.gumbel(t).clone() for t in range(50)]
-    second = [backward.gumbel(t).clone() for t in reversed(range(50))]
-    assert all(torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True))
-
-
 def test_a_row_is_made_once_while_it_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddtree.sampling.noise._ROWS_KEPT", 4)
     noise = Noise(1, 100)
@@ -159,17 +152,6 @@ def test_a_diagonal_of_token_and_position_is_independent() -> None:
     assert rows.unique().numel() > rows.numel() - 5000
 
 
-def test_one_value_over_many_seeds_or_positions_is_a_gumbel() -> None:
-    token = torch.tensor([17])
-    over_seeds = torch.cat([Noise(seed, 100).gumbel(5, token) for seed in range(4000)])
-    noise = Noise(1, 100)
-    over_positions = torch.cat([noise.gumbel(position, token) for position in range(4000)])
-    assert kolmogorov(over_seeds) < 1.95
-    assert kolmogorov(over_positions) < 1.95
-    assert abs(correlation(over_seeds[1:], over_seeds[:-1])) < 4.5
-    assert abs(correlation(over_positions[1:], over_positions[:-1])) < 4.5
-
-
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     """Wilson-Hilferty: the statistic as a standard normal."""
     expected = probabilities.double() * counts.sum()
@@ -192,15 +174,6 @@ def test_argmax_with_noise_samples_the_softmax(over: str) -> None:
     assert chi_square(counts, wrong) > 5, "the test would not notice a temperature that is off by a tenth"
 
 
-def test_pairs_of_consecutive_choices_are_independent() -> None:
-    logits = torch.tensor([0.5, 0.0, -0.5, 0.2])
-    noise = Noise(3, 4)
-    choices = torch.stack([(logits + noise.gumbel(t)).argmax() for t in range(20_000)])
-    p = torch.softmax(logits, 0)
-    pairs = torch.bincount(choices[::2] * 4 + choices[1::2], minlength=16)
-    assert abs(chi_square(pairs, torch.outer(p, p).flatten())) < 4
-
-
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "7", None, True])
 def test_a_seed_out_of_range_is_refused_by_name(seed: object) -> None:
     with pytest.raises(ConfigError, match="seed must be an integer from 0 to"):
@@ -213,39 +186,26 @@ def test_a_position_out_of_range_is_refused(position: int) -> None:
         Noise(0, 10).gumbel(position)
 
 
-class TestCouple:
-    def scores(self) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        logq = torch.log_softmax(torch.randn(3, 50, generator=generator), -1)
-        return logq, torch.stack([Noise(1, 50).gumbel(position) for position in (4, 5, 6)])
-
-    def test_zero_and_one_is_the_plain_drafter(self) -> None:
-        logq, noise = self.scores()
-        assert torch.allclose(couple(logq, noise, 0.0, 1.0), logq, atol=1e-6)
-
-    def test_is_the_renormalised_score(self) -> None:
-        logq, noise = self.scores()
-        got = couple(logq, noise, 0.7, 0.4)
-        want = torch.log_softmax((logq.double() + 0.7 * noise.double()) / 0.4, -1)
-        assert got.dtype == torch.float32
-        assert torch.allclose(got.double(), want, atol=1e-5)
-        assert torch.allclose(got.exp().sum(-1), torch.ones(3), atol=1e-5)
-
-    def test_a_perfect_drafter_ranks_the_target_s_sample_first(self) -> None:
-        logq, noise = self.scores()
-        assert torch.equal(couple(logq, noise, 1.0, 0.5).argmax(-1), (logq + noise).argmax(-1))
-
-    @pytest.mark.parametrize(
-        ("beta", "kappa"), [(-0.1, 1), (math.nan, 1), (math.inf, 1), (1, 0), (1, math.nan)]
-    )
-    def test_parameters_out_of_range_are_refused(self, beta: float, kappa: float) -> None:
-        with pytest.raises(ConfigError, match=r"beta|kappa"):
-            couple(torch.zeros(2), torch.zeros(2), beta, kappa)
-
-
 def test_a_few_tokens_have_the_values_of_the_row_to_within_a_rounding():
     noise = Noise(123, 5000)
     tokens = [0, 4999, 17, 17, 2500]
     for position in (0, 1, 999, 2**31 - 1):
         assert noise.few(position, tokens) == pytest.approx(noise.gumbel(position)[tokens].tolist(), abs=1e-5)
     assert noise.few(3, []) == []
+
+
+def test_coupled_scores_are_renormalised() -> None:
+    logq = torch.log_softmax(torch.randn(3, 50, generator=torch.Generator().manual_seed(0)), -1)
+    noise = torch.stack([Noise(1, 50).gumbel(position) for position in (4, 5, 6)])
+    assert torch.allclose(couple(logq, noise, 0.0, 1.0), logq, atol=1e-6), "the plain drafter"
+    got = couple(logq, noise, 0.7, 0.4)
+    want = torch.log_softmax((logq.double() + 0.7 * noise.double()) / 0.4, -1)
+    assert got.dtype == torch.float32 and torch.allclose(got.double(), want, atol=1e-5)
+    # A perfect drafter ranks the target's sample first.
+    assert torch.equal(couple(logq, noise, 1.0, 0.5).argmax(-1), (logq + noise).argmax(-1))
+
+
+@pytest.mark.parametrize(("beta", "kappa"), [(-0.1, 1), (math.nan, 1), (math.inf, 1), (1, 0), (1, math.nan)])
+def test_a_coupling_out_of_range_is_refused(beta: float, kappa: float) -> None:
+    with pytest.raises(ConfigError, match=r"beta|kappa"):
+        couple(torch.zeros(2), torch.zeros(2), beta, kappa)

@@ -171,14 +171,6 @@ def test_absent_candidates_are_left_out(builder: str) -> None:
     assert nothing.sizes == [1, 1]
 
 
-def test_log_probabilities_all_alike_are_no_trap() -> None:
-    """No distribution has them, but a drafter may; rounds would find too many prefixes that cost the same."""
-    tokens = torch.arange(1024).repeat(2, 16, 1)
-    tree = best_first([0, 0], tokens, torch.zeros(2, 16, 1024), [1024, 700], [16, 16])
-    assert nodes_of(tree) == [(0, 0, 0)] + [(token, 0, 1) for token in range(1024)]
-    assert nodes_of(tree, 1) == nodes_of(tree)[:701]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_any_float_type_and_layout_of_marginals_will_do(builder: str, dtype: torch.dtype) -> None:
     tokens, logprobs = marginals(np.random.default_rng(4), 6, 20, "mixed")
@@ -319,9 +311,7 @@ def test_merged_trees_hold_each_prefix_once_under_the_better_score() -> None:
                 (score, len(path)) for path, score in expected[: budget + 1]
             ]
     alone = merge(trees[:1], [1024] * 3)
-    assert [set(paths_of(alone, row)) for row in range(3)] == [
-        set(paths_of(trees[0], row)) for row in range(3)
-    ]
+    assert all(set(paths_of(alone, row)) == set(paths_of(trees[0], row)) for row in range(3))
 
 
 @pytest.mark.parametrize("size", [1, 40, 400])
@@ -397,16 +387,13 @@ SCORER = build._MarginalScorer(TOKENS, LOGPROBS, [16])
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: best_first([1], TOKENS, LOGPROBS, [-1], [2]), r"budgets=-1 is outside 0\.\.1024"),
         (lambda: best_first([1], TOKENS, LOGPROBS, [1025], [2]), r"budgets=1025 is outside 0\.\.1024"),
         (lambda: best_first([1], TOKENS, LOGPROBS, [1.5], [2]), r"budgets=1.5 is outside 0\.\.1024"),
         (lambda: best_first([1], TOKENS, LOGPROBS, [1], [17]), r"depths=17 is outside 0\.\.16"),
         (lambda: best_first([1], TOKENS, LOGPROBS, [1, 1], [2]), "budgets has 2 entries for 1 rows"),
         (lambda: best_first([1, 2], TOKENS, LOGPROBS, [1, 1], [2, 2]), "bonus has 2 entries"),
         (lambda: best_first([1], TOKENS[..., :2], LOGPROBS, [1], [2]), r"tokens is \[1, 2, 2\]"),
-        (lambda: grow([1], SCORER, 0, 2), r"width=0 is outside 1\.\.1024"),
         (lambda: grow([1], SCORER, 1025, 2), r"width=1025 is outside 1\.\.1024"),
-        (lambda: grow([1], SCORER, 4, 0), r"depth=0 is outside 1\.\.16"),
         (lambda: grow([1], SCORER, 4, 17), r"depth=17 is outside 1\.\.16"),
         (lambda: grow([1], SCORER, 4, 2, keep=3), r"keep=3 is outside 4\.\.1024"),
         (lambda: prune(ROOT, [-2]), r"budgets=-2 is outside 0\.\.1024"),

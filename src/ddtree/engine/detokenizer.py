@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from ddtree.errors import ConfigError
+from ddtree.sampling.params import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -48,6 +50,12 @@ def possible_stop(text: str, stops: Sequence[str]) -> int:
     return longest
 
 
+def _special_tokens(tokenizer: Any) -> set[str]:
+    """Return the texts of the tokens that decoding without special tokens leaves out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {*getattr(tokenizer, "all_special_tokens", ()), *(str(token) for token in added if token.special)}
+
+
 class Detokenizer:
     """The text of one sequence, token by token.
 
@@ -55,14 +63,13 @@ class Detokenizer:
     of byte-fallback tokens waits for its end (tokenizers decode it as a whole), and text that may become a
     stop string waits until it is decided. All pieces together are `tokenizer.decode(ids,
     clean_up_tokenization_spaces=False)`, cut at the stop string. Only a short window of tokens is decoded
-    each time, so time is linear in the text.
+    each time, so time is linear in the text. Where a stop string holds a special token, such as "<user>", stop strings
+    are looked for in the text with the special tokens that are skipped.
 
     Args:
         tokenizer: a Hugging Face tokenizer, fast or slow.
-        stop: strings that end the text; the one completed first counts.
-        include_stop: leave the stop string in the text.
-        skip_special_tokens: leave special tokens out of the text.
-        min_tokens: stop strings completed by an earlier token are ordinary text.
+        params: says which strings end the text (the one completed first counts), whether the stop string and special
+            tokens are left in it, and before how many tokens (`min_tokens`) a stop string is ordinary text.
 
     Attributes:
         kept: tokens pushed, the last being the one that completed the stop string; ids and logprobs are cut
@@ -70,31 +77,24 @@ class Detokenizer:
         stop_string: the stop string found, or None.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        stop: Sequence[str] = (),
-        *,
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-        min_tokens: int = 0,
-    ) -> None:
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self.kept = 0
         self.stop_string: str | None = None
         self._tokenizer = tokenizer
-        self._include_stop = include_stop
-        self._skip_special = skip_special_tokens
-        self._min_tokens = min_tokens
-        self._stops = sorted(set(stop))
+        self._params = params
+        self._stops = sorted(set(params.stop))
+        special = _special_tokens(tokenizer) if params.stop and params.skip_special_tokens else ()
+        self._stops_at_special = any(token in stop for token in special for stop in self._stops)
         self._run_bytes: codecs.IncrementalDecoder | None = None
         self._run_text = ""
         self._in_run = False
-        self._hidden: dict[int, bool] = {}
-        self._bytes: dict[int, int | None] = {}
+        self._kinds: dict[int, tuple[bool, int | None]] = {}
         # `_read` characters of the decoded window are settled; text before the window is settled too.
         self._window: list[int] = []
         self._read = 0
+        # Text not given out, and of each character whether it will be: skipped tokens are only there for stop strings.
         self._held = ""
+        self._shown: list[bool] = []
         self._pieces: list[str] = []
         self._taken = 0
 
@@ -117,10 +117,12 @@ class Detokenizer:
         if self.stop_string is not None:
             return True
         self.kept += 1
-        if not visible or self._is_hidden(token):
+        hidden, byte = self._kind(token)
+        if hidden and visible and self._stops_at_special:
+            return self._skip(token)
+        if hidden or not visible:
             return False
         self._window.append(token)
-        byte = self._byte(token)
         if byte is not None:
             return self._extend_run(byte)
         self._in_run = False
@@ -130,11 +132,17 @@ class Detokenizer:
         """Make all text final, as no token follows: incomplete characters become U+FFFD."""
         if self.stop_string is not None:
             return
-        if self._window:
-            self._settle(last=True)
+        self._settle(last=True)
         if self.stop_string is None:
-            self._give(self._held)
-        self._held = ""
+            self._give(len(self._held))
+
+    def _skip(self, token: int) -> bool:
+        """Append a special token that the text leaves out and that may be part of a stop string."""
+        if not self._decode(self._window).endswith(_REPLACEMENT):
+            self._in_run = False
+            if self._settle():
+                return True
+        return self._feed(self._decode([token], skip_special=False), shown=False)
 
     def _settle(self, last: bool = False) -> bool:
         text = self._decode(self._window)
@@ -157,22 +165,28 @@ class Detokenizer:
             del self._window[:-_CONTEXT]
             self._read += len(rest) - len(text)
 
-    def _feed(self, text: str) -> bool:
-        held = self._held + text
-        hit = find_stop(held, len(self._held), self._stops) if self.kept >= self._min_tokens else None
+    def _feed(self, text: str, shown: bool = True) -> bool:
+        known = len(self._held)
+        self._held += text
+        self._shown += [shown] * len(text)
+        hit = find_stop(self._held, known, self._stops) if self.kept >= self._params.min_tokens else None
         if hit is None:
-            cut = len(held) - possible_stop(held, self._stops)
-            self._held = held[cut:]
+            self._give(len(self._held) - possible_stop(self._held, self._stops))
+            return False
+        end, self.stop_string = hit
+        if self._params.include_stop:
+            self._shown[end - len(self.stop_string) : end] = [True] * len(self.stop_string)
+            self._give(end)
         else:
-            end, self.stop_string = hit
-            cut = end - (0 if self._include_stop else len(self.stop_string))
-            self._held = ""
-        self._give(held[:cut])
-        return hit is not None
+            self._give(end - len(self.stop_string))
+        self._held = ""
+        return True
 
-    def _give(self, text: str) -> None:
-        if text:
-            self._pieces.append(text)
+    def _give(self, count: int) -> None:
+        """Give out the first characters of the held text."""
+        self._pieces.append("".join(compress(self._held[:count], self._shown)))
+        self._held = self._held[count:]
+        del self._shown[:count]
 
     def _extend_run(self, byte: int) -> bool:
         """Append to a run of byte tokens: its text is not final, yet a stop string in it ends it at once."""
@@ -190,53 +204,57 @@ class Detokenizer:
             return False
         known, held = len(self._run_text), self._run_text + text
         self._run_text = held[len(held) - possible_stop(held, self._stops) :]
-        if self.kept < self._min_tokens or find_stop(held, known, self._stops) is None:
+        if self.kept < self._params.min_tokens or find_stop(held, known, self._stops) is None:
             return False
         return self._settle()
 
-    def _is_hidden(self, token: int) -> bool:
-        """Return whether decoding leaves the token out: a skipped special token, or an id without a token."""
-        if token not in self._hidden:
-            self._hidden[token] = self._decode([token]) == "" and (
-                self._tokenizer.convert_ids_to_tokens(token) is None
-                or self._decode([token], skip_special=False) != ""
-            )
-        return self._hidden[token]
+    def _kind(self, token: int) -> tuple[bool, int | None]:
+        """Return whether decoding leaves a token out, and the value of a byte-fallback token such as <0x0A>.
 
-    def _byte(self, token: int) -> int | None:
-        """Return the value of a byte-fallback token such as <0x0A>, or None."""
-        if token not in self._bytes:
-            name = self._tokenizer.convert_ids_to_tokens(token)
+        Skipped special tokens and ids without a token are left out.
+        """
+        if token not in self._kinds:
+            name, text = self._tokenizer.convert_ids_to_tokens(token), self._decode([token])
+            hidden = text == "" and (name is None or self._decode([token], skip_special=False) != "")
             match = _BYTE_TOKEN.fullmatch(name) if isinstance(name, str) else None
             # Byte-level vocabularies may hold the same string as ordinary text.
-            real = match is not None and self._decode([token]) != name
-            self._bytes[token] = int(match[1], 16) if match and real else None
-        return self._bytes[token]
+            self._kinds[token] = hidden, int(match[1], 16) if match and text != name else None
+        return self._kinds[token]
 
     def _decode(self, ids: list[int], skip_special: bool | None = None) -> str:
-        skip = self._skip_special if skip_special is None else skip_special
+        skip = self._params.skip_special_tokens if skip_special is None else skip_special
         text = self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
 
-def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Token id sequences of words, for `SamplingParams.bad_words`: each word by itself and after a space.
+def bad_word_ids(tokenizer: Any, words: str | Sequence[Any]) -> list[Any]:
+    """Return token id sequences of words, for `SamplingParams.bad_words`: each word by itself and after a space.
 
     A word that the model spells with other tokens is not banned by this, and a longer word that ends in the
     same tokens is.
 
+    Args:
+        tokenizer: the model's; None refuses strings.
+        words: one string, or a list of strings; items that are no strings, such as token id sequences, stay.
+
     Raises:
-        ConfigError: `words` is not a list of non-empty strings of valid Unicode.
+        ConfigError: `words` is no list, or a string is empty or no valid Unicode.
     """
-    if isinstance(words, str) or not all(isinstance(word, str) and word.strip() for word in words):
-        raise ConfigError(f"bad words must be a list of non-empty strings, not {words!r}")
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        if any("\ud800" <= char <= "\udfff" for char in word):
-            raise ConfigError(f"bad word {word!r} holds half a character: give valid Unicode")
-        for spelling in (word, " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
-            if ids:
-                found[ids] = None
-    return tuple(found)
+    if isinstance(words, bytes | Mapping) or not isinstance(words, Iterable):
+        raise ConfigError(f"bad_words must be a list of strings or token id lists, not {words!r}")
+    found: list[Any] = []
+    for word in [words] if isinstance(words, str) else words:
+        if not isinstance(word, str):
+            found.append(word)
+            continue
+        if tokenizer is None:
+            raise ConfigError(
+                "bad_words as strings need a tokenizer: give token ids, or load with tokenizer=..."
+            )
+        if not word.strip() or any("\ud800" <= char <= "\udfff" for char in word):
+            raise ConfigError(f"bad word {word!r} is empty or holds half a character: give valid Unicode")
+        for spelling in dict.fromkeys((word, " " + word.lstrip())):
+            if ids := tuple(tokenizer.encode(spelling, add_special_tokens=False)):
+                found.append(ids)
+    return found

@@ -6,7 +6,6 @@ target, the prompt, the parameters and the seed only, whatever the drafter, the 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +63,10 @@ class Engine:
         prefix_bytes: memory for the prefix cache; 0 for none. Targets with caches of their own have none.
 
     Attributes:
+        request: makes a `Sequence.request` of such arguments of `add`; it may be assigned between steps.
         members: names of the drafters that requests may choose from.
+        waiting: sequences whose prompt has not been touched, in order.
+        running: sequences with a row, in the rows' order.
         listener: called after each round, within `step`; it must be cheap.
         prefixes: the prefix cache, or None.
 
@@ -88,9 +90,7 @@ class Engine:
         self.cache_bytes = cache_bytes
         self.prefix_bytes = prefix_bytes
         for name, least in (("max_rows", 1), ("prefill_chunk", 1), ("prefix_bytes", 0)):
-            value = check_whole(name, getattr(self, name))
-            if value < least:
-                raise ConfigError(f"{name}={value} must be at least {least}")
+            check_whole(name, getattr(self, name), least)
         if cache_bytes is not None:
             check_whole("cache_bytes", cache_bytes)
         claim(drafter, self)
@@ -99,6 +99,7 @@ class Engine:
         self.clock = Clock()
         self.listener: Callable[[Round], None] | None = None
         self._planner = Planner(target, drafter, self.clock)
+        self.request = self._planner.request
         self.members = self._planner.members
         self._stepping = False
         self._closed = ""
@@ -113,6 +114,7 @@ class Engine:
             stay = self.prefixes is not None
             self._budget = KVBudget(target, self._cache, cache_bytes, self._kv_footprints, features_stay=stay)
         self._scheduler = Scheduler(target, max_rows, prefill_chunk, self._budget, self.prefixes)
+        self.waiting, self.running = self._scheduler.waiting, self._scheduler.running
 
     @property
     def idle(self) -> bool:
@@ -121,22 +123,12 @@ class Engine:
 
     @property
     def policy(self) -> Policy | None:
-        """The policy that decides for requests with "auto"; None while there is none to decide for."""
+        """The policy that decides for requests with "auto"; without one they are drafted for in a fixed way."""
         return self._planner.policy
 
     @policy.setter
     def policy(self, policy: Policy | None) -> None:
         self._planner.policy = policy
-
-    @property
-    def waiting(self) -> deque[Sequence]:
-        """Sequences whose prompt has not been touched, in order."""
-        return self._scheduler.waiting
-
-    @property
-    def running(self) -> list[Sequence]:
-        """Sequences with a row, in the rows' order."""
-        return self._scheduler.running
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -192,17 +184,6 @@ class Engine:
         self.queue(sequence)
         return sequence
 
-    def request(
-        self, method: AutoMethod, budget: AutoBudget, depth: int, members: tuple[str, ...] | None = None,
-        *, sampled: bool,
-    ) -> Request:  # fmt: skip
-        """Make a `Sequence.request` of such arguments of `add`; it may be assigned between steps. Raises ConfigError.
-
-        Args:
-            sampled: the sequence's temperature is above 0.
-        """
-        return self._planner.request(method, budget, depth, members, sampled)
-
     def sequence(
         self, prompt: list[int], params: SamplingParams, request: Request, text: Detokenizer | None = None
     ) -> Sequence:
@@ -218,7 +199,7 @@ class Engine:
             eos_ids=self.target.eos_ids,
             device=self.target.device,
         )
-        return Sequence(prompt, sampler.params, sampler, text, request, self.target.max_context)
+        return Sequence(prompt, sampler, text, request, self.target.max_context)
 
     def queue(self, sequence: Sequence) -> None:
         """Let a sequence join when its turn comes and there is a free row."""

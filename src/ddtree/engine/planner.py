@@ -14,19 +14,16 @@ from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import Sampler
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
+from ddtree.tree.tree import check_range
 
 
 def check_drafting(method: AutoMethod, budget: AutoBudget, depth: int) -> None:
     """Raise ConfigError for an unknown method, or a budget or depth out of range."""
     if method not in ("auto", "off", "chain", "tree"):
         raise ConfigError(f"unknown method {method!r}: choose auto, off, chain or tree")
-    if isinstance(budget, str):
-        if budget != "auto":
-            raise ConfigError(f"budget={budget!r} is neither a number nor auto")
-    elif not 0 <= budget <= MAX_BUDGET:
-        raise ConfigError(f"budget={budget} is outside 0..{MAX_BUDGET}")
-    if not 1 <= depth <= MAX_DEPTH:
-        raise ConfigError(f"depth={depth} is outside 1..{MAX_DEPTH}")
+    if budget != "auto":
+        check_range("budget", budget, 0, MAX_BUDGET)
+    check_range("depth", depth, 1, MAX_DEPTH)
 
 
 def check_prompt(prompt: list[int], vocab_size: int, max_context: int) -> None:
@@ -110,17 +107,26 @@ class Planner:
         method: AutoMethod,
         budget: AutoBudget,
         depth: int,
-        members: tuple[str, ...] | None,
-        sampled: bool,
+        members: tuple[str, ...] | None = None,
+        sampled: bool = False,
     ) -> Request:
-        """Make a request of what a sequence asks for, limited to what this drafter can do. Raises ConfigError."""
+        """Make a request of what a sequence asks for, limited to what this drafter can do.
+
+        Without a policy "auto" stands for fixed values (`unmeasured`).
+
+        Args:
+            sampled: the sequence's temperature is above 0.
+
+        Raises:
+            ConfigError: an argument is out of range, or names no drafter of this engine.
+        """
         check_drafting(method, budget, depth)
         for name in members or ():
             if name not in self.members:
                 known = ", ".join(self.members) or "none"
                 raise ConfigError(f"unknown drafter {name!r} in members: this engine's are {known}")
-        if self.policy is None and self._drafter is not None and "auto" in (method, budget):
-            raise ConfigError("method or budget is auto and the engine has no policy: set Engine.policy")
+        if self.policy is None:
+            method, budget = unmeasured(method, budget)
         drafting = self.members if members is None else tuple(m for m in self.members if m in members)
         if method == "off" or budget == 0 or not drafting:
             method, budget, drafting = "off", 0, ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,19 +20,25 @@ Read = Callable[[int, int], Columns]
 """Reads the keys and values of a row's tokens start..stop-1."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Part:
-    """Some tokens of a text, after those of the parts before it.
+    """Some tokens of a text, after those of the parts before it: a node of the tree.
 
     Attributes:
         tokens: n of them.
         columns: their keys and values, layer by layer, [H, n, D].
         features: [n, F * H], or None where no drafter asks for any.
+        parent: the part before it.
+        children: the parts after it, by their first tokens.
+        used: number of the lookup that last used it.
     """
 
     tokens: list[int]
     columns: Columns
     features: Tensor | None
+    parent: Part | None = None
+    children: dict[int, Part] = field(default_factory=dict)
+    used: int = 0
 
     @property
     def bytes(self) -> int:
@@ -42,7 +48,7 @@ class Part:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def cut(self, start: int, stop: int) -> Part:
-        """Return the tokens start..stop-1, sharing memory."""
+        """Return the tokens start..stop-1 as a part that shares memory and is in no tree."""
         columns = [(keys[:, start:stop], values[:, start:stop]) for keys, values in self.columns]
         features = None if self.features is None else self.features[start:stop]
         return Part(self.tokens[start:stop], columns, features)
@@ -51,16 +57,6 @@ class Part:
         """Return the same in memory of its own."""
         columns = [(_owned(keys), _owned(values)) for keys, values in self.columns]
         return Part(list(self.tokens), columns, None if self.features is None else _owned(self.features))
-
-
-class _Node:
-    """A part in the tree; `used` is the number of the lookup that last used it."""
-
-    def __init__(self, part: Part, parent: _Node | None) -> None:
-        self.part = part
-        self.parent = parent
-        self.children: dict[int, _Node] = {}
-        self.used = 0
 
 
 class PrefixCache:
@@ -82,14 +78,14 @@ class PrefixCache:
         self.limit = limit
         self._features = features
         self.bytes = 0
-        self._root = _Node(Part([], [], None), None)
+        self._root = Part([], [], None)
         self._uses = 0
         self._answers: list[list[Tensor]] = []
 
     @torch.inference_mode()
     def find(self, tokens: list[int]) -> list[Part]:
         """Return the parts, first to last, of the longest known prefix of `tokens`; they share the cache's memory."""
-        return [node.part.cut(0, count) for node, count in self._path(tokens)]
+        return [part.cut(0, count) for part, count in self._path(tokens)]
 
     def add_row(self, tokens: list[int], read: Read, features: list[Tensor]) -> None:
         """Open a row at the end and keep the prompt that it begins with.
@@ -127,60 +123,59 @@ class PrefixCache:
             return
         own = torch.cat(features)[-count:] if self._features else None
         new = Part(tokens[start:], read(start, len(tokens)), own)
-        if not self._make_room(new.bytes, {id(node) for node, _ in path}):
+        if not self._make_room(new.bytes, {id(part) for part, _ in path}):
             return
-        parent = self._root
-        if path:
-            parent, count = path[-1]
-            if count < len(parent.part.tokens):
-                parent = self._split(parent, count)
-        node = parent.children[tokens[start]] = _Node(new.copy(), parent)
-        node.used = self._uses
+        parent, count = path[-1] if path else (self._root, 0)
+        if count < len(parent.tokens):
+            parent = self._split(parent, count)
+        new = parent.children[tokens[start]] = new.copy()
+        new.parent, new.used = parent, self._uses
         self.bytes += new.bytes
 
-    def _path(self, tokens: list[int]) -> list[tuple[_Node, int]]:
-        """Return the nodes along `tokens` and how many tokens of each match; count it as a use of them."""
+    def _path(self, tokens: list[int]) -> list[tuple[Part, int]]:
+        """Return the parts along `tokens` and how many tokens of each match; count it as a use of them."""
         self._uses += 1
-        path, node, at = [], self._root, 0
-        while at < len(tokens) and tokens[at] in node.children:
-            node = node.children[tokens[at]]
-            node.used = self._uses
-            count = common_length(node.part.tokens, tokens[at:])
-            path.append((node, count))
+        path, part, at = [], self._root, 0
+        while at < len(tokens) and tokens[at] in part.children:
+            part = part.children[tokens[at]]
+            part.used = self._uses
+            count = common_length(part.tokens, tokens[at:])
+            path.append((part, count))
             at += count
-            if count < len(node.part.tokens):
+            if count < len(part.tokens):
                 break
         return path
 
-    def _split(self, node: _Node, count: int) -> _Node:
-        """Split a node in two, the first of `count` tokens, and return the first."""
-        assert node.parent is not None
-        tail = node.part.cut(count, len(node.part.tokens)).copy()
-        head = _Node(node.part.cut(0, count).copy(), node.parent)
-        head.used = node.used
-        head.children[tail.tokens[0]] = node
-        node.parent.children[head.part.tokens[0]] = head
-        node.part, node.parent = tail, head
+    def _split(self, part: Part, count: int) -> Part:
+        """Split a part in two, the first of `count` tokens, and return the first."""
+        assert part.parent is not None
+        head, tail = part.cut(0, count).copy(), part.cut(count, len(part.tokens)).copy()
+        for half, above in ((head, part.parent), (tail, head)):
+            half.parent, half.used = above, part.used
+            above.children[half.tokens[0]] = half
+        tail.children = part.children
+        for child in tail.children.values():
+            child.parent = tail
         return head
 
     def _make_room(self, need: int, held: set[int]) -> bool:
-        """Drop leaves, least recently used first, until it fits beside the nodes `held`; return whether it does."""
+        """Drop leaves, least recently used first, until it fits beside the parts `held`; return whether it does."""
         while self.bytes + need > self.limit:
-            ends = [node for node in self._nodes() if not node.children and id(node) not in held]
+            ends = [part for part in self._parts() if not part.children and id(part) not in held]
             if not ends:
                 return False
-            oldest = min(ends, key=lambda node: node.used)
+            oldest = min(ends, key=lambda part: part.used)
             assert oldest.parent is not None
-            del oldest.parent.children[oldest.part.tokens[0]]
-            self.bytes -= oldest.part.bytes
+            del oldest.parent.children[oldest.tokens[0]]
+            self.bytes -= oldest.bytes
         return True
 
-    def _nodes(self) -> Iterator[_Node]:
-        open_nodes = list(self._root.children.values())
-        while open_nodes:
-            node = open_nodes.pop()
-            open_nodes += node.children.values()
-            yield node
+    def _parts(self) -> Iterator[Part]:
+        left = list(self._root.children.values())
+        while left:
+            part = left.pop()
+            left += part.children.values()
+            yield part
 
 
 def _owned(tensor: Tensor) -> Tensor:

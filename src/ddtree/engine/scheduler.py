@@ -235,6 +235,7 @@ class Scheduler:
         for sequence in self.sequences:
             if sequence.cancelled and sequence.finish_reason is None:
                 sequence.finish("cancelled")
+            if sequence.finish_reason is not None and sequence in self.waiting:
+                self.waiting.remove(sequence)
         if self.prefill is not None and self.prefill.sequence.finish_reason is not None:
             self.prefill = None
-        self.waiting = deque(one for one in self.waiting if one.finish_reason is None)

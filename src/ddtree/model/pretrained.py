@@ -76,10 +76,9 @@ def locate(name: str | PathLike[str]) -> str:
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder)
-    if folder.exists():
-        raise CheckpointError(f"{text} is a file: name the checkpoint's folder, or a Hugging Face hub id")
-    if not _HUB_ID.fullmatch(text):
-        raise CheckpointError(f"{text} does not exist: name a checkpoint's folder, or a Hugging Face hub id")
+    if folder.exists() or not _HUB_ID.fullmatch(text):
+        what = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{text} {what}: name a checkpoint's folder, or a Hugging Face hub id")
     return text
 
 
@@ -104,12 +103,8 @@ def read_config(name: str | PathLike[str], place: str | None = None) -> Any:
         raise CheckpointError(
             f'{name} is a DFlash drafter, not a target: name the target, and this with drafter="{name}"'
         )
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder ({config.model_type}); name a causal language model"
-        )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"{name} is no causal language model ({config.model_type}); name one")
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{name} is no causal language model ({config.model_type}): name one")
     return config
 
 

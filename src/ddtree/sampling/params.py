@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from ddtree.errors import ConfigError, is_whole
+from ddtree.errors import ConfigError, check_whole, is_whole
 from ddtree.sampling.noise import MAX_SEED
 
 Processor = Callable[[list[int], Tensor], Tensor]
@@ -26,9 +26,7 @@ MAX_TOKEN = 2**31 - 1
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     if not is_whole(value):
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
-    if not low <= value <= high:
-        raise ConfigError(f"{name} must be from {low} to {high}, not {value}")
-    return int(value)
+    return check_whole(name, value, low, high)
 
 
 def _real(name: str, value: Any, low: float, high: float) -> float:
@@ -41,100 +39,79 @@ def _real(name: str, value: Any, low: float, high: float) -> float:
     return float(number)
 
 
-def _items(name: str, value: Any, what: str) -> Iterable[Any]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ConfigError(f"{name} must be a list of {what}, not {value!r}")
-    return value
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    return tuple(
-        _integer(f"a token id in {name}", token, 0, MAX_TOKEN) for token in _items(name, value, "token ids")
-    )
-
-
-def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(_items(name, value, "strings"))
-    for string in strings:
-        if not isinstance(string, str):
-            raise ConfigError(f"stop must be a string or a list of strings, not {string!r}")
-        if not string:
-            raise ConfigError("stop contains an empty string; leave it out")
-    return strings
-
-
-def _logit_bias(name: str, value: Any) -> dict[int, float]:
-    value = {} if value is None else value
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"logit_bias must map token ids to numbers, not {value!r}")
-    bias: dict[int, float] = {}
-    for key, number in value.items():
-        # JSON has only string keys, so OpenAI clients send "42".
-        token: Any = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        token = _integer("a token id in logit_bias", token, 0, MAX_TOKEN)
-        if token in bias:
-            raise ConfigError(f"logit_bias names token {token} twice")
-        bias[token] = _real(f"logit_bias of token {token}", number, -100.0, 100.0)
-    return bias
-
-
-def _bad_words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    words = []
-    for word in _items(name, value, "token id lists"):
-        if isinstance(word, str):
-            raise ConfigError(
-                f"bad_words takes token ids, not {word!r}; convert it with ddtree.engine.detokenizer.bad_word_ids"
-            )
-        ids = _token_ids(name, word)
-        if not ids:
-            raise ConfigError("bad_words contains an empty list; leave it out")
-        words.append(ids)
-    return tuple(words)
-
-
-def _processors(name: str, value: Any) -> tuple[Processor, ...]:
-    processors = tuple(_items(name, value, "functions (prefix ids, logits) -> logits"))
-    for processor in processors:
-        if not callable(processor):
-            raise ConfigError(
-                f"processors must be functions (prefix ids, logits) -> logits, not {processor!r}"
-            )
-    return processors
-
-
 def _switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, not {value!r}")
     return value
 
 
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": partial(_real, low=0.0, high=100.0),
-    "top_k": partial(_integer, low=-1, high=MAX_TOKEN),
-    "top_p": partial(_real, low=0.0, high=1.0),
-    "min_p": partial(_real, low=0.0, high=1.0),
-    "repetition_penalty": partial(_real, low=1e-3, high=1e3),
-    "presence_penalty": partial(_real, low=-2.0, high=2.0),
-    "frequency_penalty": partial(_real, low=-2.0, high=2.0),
-    "logit_bias": _logit_bias,
-    "bad_words": _bad_words,
-    "min_tokens": partial(_integer, low=0, high=MAX_TOKEN),
-    "stop_token_ids": _token_ids,
-    "stop": _stop_strings,
-    "include_stop": _switch,
-    "max_tokens": partial(_integer, low=1, high=MAX_TOKEN),
-    "seed": partial(_integer, low=0, high=MAX_SEED - 1),
-    "logprobs": partial(_integer, low=0, high=1000),
-    "prompt_logprobs": partial(_integer, low=0, high=1000),
-    "ignore_eos": _switch,
-    "skip_special_tokens": _switch,
-    "processors": _processors,
-}
-_FOR_NONE = {
-    "top_k": 0,
-    **dict.fromkeys(("bad_words", "stop_token_ids", "stop", "processors"), ()),
-    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs"), None),
-}
+def _token(name: str, value: Any) -> int:
+    return _integer(f"a token id in {name}", value, 0, MAX_TOKEN)
+
+
+def _listed(name: str, value: Any, what: str, check: Callable[[str, Any], Any]) -> tuple[Any, ...]:
+    """Return a list as a tuple, with each of its items checked."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name} must be a list of {what}, not {value!r}")
+    return tuple(check(name, item) for item in value)
+
+
+_token_ids = partial(_listed, what="token ids", check=_token)
+
+
+def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
+    def check(name: str, string: Any) -> str:
+        if not isinstance(string, str):
+            raise ConfigError(f"{name} must be a string or a list of strings, not {string!r}")
+        if not string:
+            raise ConfigError(f"{name} contains an empty string; leave it out")
+        return string
+
+    return _listed(name, [value] if isinstance(value, str) else value, "strings", check)
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must map token ids to numbers, not {value!r}")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        # JSON has only string keys, so OpenAI clients send "42".
+        token = _token(name, int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key)
+        if token in bias:
+            raise ConfigError(f"{name} names token {token} twice")
+        bias[token] = _real(f"{name} of token {token}", number, -100.0, 100.0)
+    return bias
+
+
+def _bad_word(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str):
+        raise ConfigError(
+            f"{name} takes token ids, not {value!r}; convert it with ddtree.engine.detokenizer.bad_word_ids"
+        )
+    ids = _token_ids(name, value)
+    if not ids:
+        raise ConfigError(f"{name} contains an empty list; leave it out")
+    return ids
+
+
+def _processor(name: str, value: Any) -> Processor:
+    if not callable(value):
+        raise ConfigError(f"{name} must be functions (prefix ids, logits) -> logits, not {value!r}")
+    return value
+
+
+_bad_words = partial(_listed, what="token id lists", check=_bad_word)
+_processors = partial(_listed, what="functions (prefix ids, logits) -> logits", check=_processor)
+_REFUSED = object()
+
+
+def _checked(check: Callable[..., Any], *bounds: float, none: Any = _REFUSED) -> dict[str, Any]:
+    """Return the metadata of a field: its check, with bounds, and the value that None stands for."""
+
+    def checked(name: str, value: Any) -> Any:
+        return none if value is None and none is not _REFUSED else check(name, value, *bounds)
+
+    return {"check": checked}
 
 
 @dataclass(frozen=True)
@@ -178,32 +155,30 @@ class SamplingParams:
         ConfigError: a field has a wrong type or is out of range; the message names the field.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    max_tokens: int = 256
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    processors: tuple[Processor, ...] = ()
+    temperature: float = field(default=1.0, metadata=_checked(_real, 0.0, 100.0))
+    top_k: int = field(default=0, metadata=_checked(_integer, -1, MAX_TOKEN, none=0))
+    top_p: float = field(default=1.0, metadata=_checked(_real, 0.0, 1.0))
+    min_p: float = field(default=0.0, metadata=_checked(_real, 0.0, 1.0))
+    repetition_penalty: float = field(default=1.0, metadata=_checked(_real, 1e-3, 1e3))
+    presence_penalty: float = field(default=0.0, metadata=_checked(_real, -2.0, 2.0))
+    frequency_penalty: float = field(default=0.0, metadata=_checked(_real, -2.0, 2.0))
+    logit_bias: dict[int, float] = field(default_factory=dict, metadata=_checked(_logit_bias, none={}))
+    bad_words: tuple[tuple[int, ...], ...] = field(default=(), metadata=_checked(_bad_words, none=()))
+    min_tokens: int = field(default=0, metadata=_checked(_integer, 0, MAX_TOKEN))
+    stop_token_ids: tuple[int, ...] = field(default=(), metadata=_checked(_token_ids, none=()))
+    stop: tuple[str, ...] = field(default=(), metadata=_checked(_stop_strings, none=()))
+    include_stop: bool = field(default=False, metadata=_checked(_switch))
+    max_tokens: int = field(default=256, metadata=_checked(_integer, 1, MAX_TOKEN))
+    seed: int | None = field(default=None, metadata=_checked(_integer, 0, MAX_SEED - 1, none=None))
+    logprobs: int | None = field(default=None, metadata=_checked(_integer, 0, 1000, none=None))
+    prompt_logprobs: int | None = field(default=None, metadata=_checked(_integer, 0, 1000, none=None))
+    ignore_eos: bool = field(default=False, metadata=_checked(_switch))
+    skip_special_tokens: bool = field(default=True, metadata=_checked(_switch))
+    processors: tuple[Processor, ...] = field(default=(), metadata=_checked(_processors, none=()))
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            value = getattr(self, name)
-            kept = _FOR_NONE[name] if value is None and name in _FOR_NONE else check(name, value)
-            object.__setattr__(self, name, kept)
+        for own in fields(self):
+            object.__setattr__(self, own.name, own.metadata["check"](own.name, getattr(self, own.name)))
         object.__setattr__(self, "top_k", max(0, self.top_k))
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")

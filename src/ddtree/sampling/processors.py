@@ -161,12 +161,9 @@ def _checked(processor: Processor, prefix: list[int], scores: Tensor) -> Tensor:
     shape = scores.shape
     result = processor(list(prefix), scores)
     name = getattr(processor, "__qualname__", type(processor).__qualname__)
-    if not isinstance(result, Tensor):
-        raise ConfigError(f"processor {name} must return a tensor, not {type(result).__name__}")
-    if result.shape != shape:
-        raise ConfigError(f"processor {name} must return shape {list(shape)}, not {list(result.shape)}")
-    if not result.is_floating_point():
-        raise ConfigError(f"processor {name} must return floating-point logits, not {result.dtype}")
+    if not isinstance(result, Tensor) or result.shape != shape or not result.is_floating_point():
+        found = f"{result.dtype}{list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise ConfigError(f"processor {name} must return floating-point logits {list(shape)}, not {found}")
     result = result.to(scores.device, torch.float32)
     best = float(result.amax())
     if best == _BANNED:

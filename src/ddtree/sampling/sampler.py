@@ -102,11 +102,6 @@ class Sampler:
         self._check(best, logits, prefix)
         return token
 
-    @torch.inference_mode()
-    def logprobs(self, logits: Tensor, token: int) -> TokenLogprobs:
-        """Return log-probabilities of raw logits [V]: of `token` and of the `params.logprobs` most likely ids."""
-        return token_logprobs(logits, token, self.params.logprobs or 0)
-
     def _check(self, best: float, logits: Tensor, prefix: list[int]) -> None:
         if abs(best) < float("inf"):
             return

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from ddtree.api import Model
 from ddtree.engine.engine import Engine, Round
-from ddtree.engine.planner import unmeasured
 from ddtree.engine.sequence import Sequence
 from ddtree.errors import DDTreeError
 from ddtree.policy import Request as DraftRequest
@@ -219,14 +218,11 @@ class EngineThread:
     def _draft_request(self, request: GenerationRequest) -> DraftRequest:
         """Return how to draft for a request, by its own fields and the server's present settings."""
         settings = self._drafting.merged(request.drafting)
-        method, budget = settings.method, settings.budget
-        if self._engine.policy is None:
-            method, budget = unmeasured(method, budget)
         # A renewed engine may have lost its drafter.
         named = tuple(name for name in self._engine.members if name == settings.drafter)
         members = named if settings.drafter is not None else None
         return self._engine.request(
-            method, budget, settings.depth, members, sampled=not request.params.greedy
+            settings.method, settings.budget, settings.depth, members, sampled=not request.params.greedy
         )
 
     # All methods below run in the engine's thread.

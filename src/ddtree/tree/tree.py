@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, is_whole
 
 MAX_BUDGET = 1024
 MAX_DEPTH = 16
@@ -78,8 +79,7 @@ class DraftTree:
     def row(self, index: int) -> DraftTree:
         """Return the tree of one row, without its padding."""
         size = self.sizes[index]
-        cut = (slice(index, index + 1), slice(size)) if index >= 0 else (slice(index, None), slice(size))
-        return DraftTree.of((column[cut] for column in self.columns), [size])
+        return DraftTree.of((column[index, :size][None] for column in self.columns), [size])
 
     def truncate(self, budgets: list[int]) -> DraftTree:
         """Keep the first nodes of each row: its tree of a smaller budget (nodes besides the root).
@@ -107,9 +107,9 @@ def in_use(tree: DraftTree) -> Tensor:
     return torch.arange(tree.tokens.shape[1], device=device) < sizes[:, None]
 
 
-def check_range(name: str, value: int, low: int, high: int) -> None:
+def check_range(name: str, value: Any, low: int, high: int) -> None:
     """Raise ConfigError unless `value` is a whole number within low..high."""
-    if not isinstance(value, int) or not low <= value <= high:
+    if not is_whole(value) or not low <= value <= high:
         raise ConfigError(f"{name}={value!r} is outside {low}..{high}: give a whole number in that range")
 
 
