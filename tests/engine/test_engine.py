@@ -5,7 +5,7 @@ import pytest
 import reference
 import tiny
 from ddtree.engine.engine import Engine
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, PromptError
 from ddtree.model.target import Target
 from ddtree.sampling.params import SamplingParams
 from scripted import Scripted
@@ -135,6 +135,11 @@ def test_time_is_told_apart_by_part_of_the_round(model, prompts, texts):
     assert all(stats.seconds[part] > 0 for part in ("prefill", "draft", "verify", "walk", "commit"))
     assert 0 < stats.ttft < stats.total
     assert sum(stats.seconds.values()) <= stats.total
+
+
+def test_an_empty_prompt_is_refused(model):
+    with pytest.raises(PromptError, match="the prompt is empty: give at least one token"):
+        Engine(Target(model)).add([], greedy())
 
 
 def test_no_buffer_grows_with_the_square_of_the_context(prompts, texts):
