@@ -362,7 +362,7 @@ def test_all_names_are_there_and_others_are_not():
         ({"zzzz": 1}, "unknown option 'zzzz': choose from temperature"),
         ({"temperature": -1}, "temperature must be from 0 to 100, not -1"),
         ({"max_tokens": 10**30}, "max_tokens must be from 1 to"),
-        ({"seed": 2**63}, "seed must be from 0 to 9223372036854775807"),
+        ({"seed": 2**63}, "seed must be from -1 to 9223372036854775807"),
         (
             {"stop_token_ids": [talker.VOCAB]},
             "stop_token_ids names token 260, but the model's ids end at 259",

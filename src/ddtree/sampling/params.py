@@ -71,6 +71,7 @@ def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must map token ids to numbers, not {value!r}")
     bias: dict[int, float] = {}
@@ -141,7 +142,7 @@ class SamplingParams:
         stop: a string or strings that end the sequence; kept as a tuple.
         include_stop: leave the stop string in the text.
         max_tokens: most tokens to generate.
-        seed: 0 to 2**63 - 1, or None for a fresh one (`with_seed`).
+        seed: 0 to 2**63 - 1, or None or -1 for a fresh one (`with_seed`).
         logprobs: None, or how many most likely tokens to report beside each chosen one, 0 to 1000.
         prompt_logprobs: the same of the prompt's tokens. The prompt is then processed whole, without the prefix
             cache.
@@ -162,14 +163,14 @@ class SamplingParams:
     repetition_penalty: float = field(default=1.0, metadata=_checked(_real, 1e-3, 1e3))
     presence_penalty: float = field(default=0.0, metadata=_checked(_real, -2.0, 2.0))
     frequency_penalty: float = field(default=0.0, metadata=_checked(_real, -2.0, 2.0))
-    logit_bias: dict[int, float] = field(default_factory=dict, metadata=_checked(_logit_bias, none={}))
+    logit_bias: dict[int, float] = field(default_factory=dict, metadata=_checked(_logit_bias))
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), metadata=_checked(_bad_words, none=()))
     min_tokens: int = field(default=0, metadata=_checked(_integer, 0, MAX_TOKEN))
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=_checked(_token_ids, none=()))
     stop: tuple[str, ...] = field(default=(), metadata=_checked(_stop_strings, none=()))
     include_stop: bool = field(default=False, metadata=_checked(_switch))
     max_tokens: int = field(default=256, metadata=_checked(_integer, 1, MAX_TOKEN))
-    seed: int | None = field(default=None, metadata=_checked(_integer, 0, MAX_SEED - 1, none=None))
+    seed: int | None = field(default=None, metadata=_checked(_integer, -1, MAX_SEED - 1, none=None))
     logprobs: int | None = field(default=None, metadata=_checked(_integer, 0, 1000, none=None))
     prompt_logprobs: int | None = field(default=None, metadata=_checked(_integer, 0, 1000, none=None))
     ignore_eos: bool = field(default=False, metadata=_checked(_switch))
@@ -180,6 +181,8 @@ class SamplingParams:
         for own in fields(self):
             object.__setattr__(self, own.name, own.metadata["check"](own.name, getattr(self, own.name)))
         object.__setattr__(self, "top_k", max(0, self.top_k))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
 
