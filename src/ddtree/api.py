@@ -30,8 +30,7 @@ from ddtree.model.pretrained import check_causal_lm, load_causal_lm
 from ddtree.model.target import Target
 from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
 from ddtree.prompts import Message, Prompt
-from ddtree.sampling.generation_config import read_generation_config
-from ddtree.sampling.params import SamplingParams
+from ddtree.sampling.params import SamplingParams, read_generation_config
 
 __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
 
