@@ -243,7 +243,7 @@ def read_generation_config(model: Any, vocab_size: int) -> tuple[dict[str, Any],
         vocab_size: V; token ids from it on are out of range.
 
     Returns:
-        Fields of `SamplingParams`: those of `MODEL_FIELDS`, `bad_words` (from `bad_words_ids` and `suppress_tokens`) and
+        Fields of `SamplingParams`: those of `MODEL_FIELDS`, `bad_words` (from `bad_words_ids` and `suppress_tokens`),
         `max_tokens` (from `max_new_tokens`); and a sentence for each setting that is ignored, because it is out of
         range or asks for what there is not.
     """
