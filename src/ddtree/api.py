@@ -21,13 +21,12 @@ from ddtree.engine.detokenizer import Detokenizer, bad_word_ids
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.engine.planner import check_drafting, unmeasured
 from ddtree.engine.sequence import Piece, Result
-from ddtree.errors import CheckpointError, ConfigError, UnsupportedModelError, did_you_mean, first_line
-from ddtree.model.autoregressive import AutoregressiveTarget
+from ddtree.errors import CheckpointError, ConfigError, did_you_mean, first_line
+from ddtree.model.autoregressive import choose_target
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.demo import demo_drafter
 from ddtree.model.kv_cache import out_of_memory
 from ddtree.model.pretrained import check_causal_lm, load_causal_lm
-from ddtree.model.target import Target
 from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
 from ddtree.prompts import Message, Prompt
 from ddtree.sampling.params import SamplingParams, read_generation_config
@@ -85,13 +84,9 @@ def load(
     else:
         model, own = load_causal_lm(target, device, dtype)
         tokenizer = tokenizer or own
-    verifier: Any
-    try:
-        verifier = Target(model, tokenizer, max_context=max_context)
-    except UnsupportedModelError:
-        if drafter not in ("auto", "none", None):
-            raise
-        verifier, drafter = AutoregressiveTarget(model, tokenizer, max_context), None
+    verifier: Any = choose_target(model, drafter not in ("auto", "none", None), tokenizer, max_context)
+    if not verifier.verifies_trees:
+        drafter = None
     if drafter == "auto":
         drafter = _automatic(target)
     engine = Engine(

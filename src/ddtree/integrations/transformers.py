@@ -31,8 +31,8 @@ from ddtree.drafters.loading import DrafterSpec, load_drafter
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.errors import ConfigError, PromptError, UnsupportedModelError, check_whole
 from ddtree.model.architectures import CACHE_NAMES, extrapolates
-from ddtree.model.autoregressive import AutoregressiveTarget
-from ddtree.model.target import Target, why_no_tree
+from ddtree.model.autoregressive import AutoregressiveTarget, choose_target
+from ddtree.model.target import Target
 from ddtree.policy import Method
 from ddtree.sampling.params import SamplingParams
 
@@ -302,9 +302,9 @@ def _prepare(
 ) -> tuple[Target | AutoregressiveTarget, Drafter | None, Callable[[], None]]:
     """Return the target, its drafter, and a function that keeps a drafter loaded by name for the next call."""
     automatic = spec is None or (isinstance(spec, str) and spec in ("auto", "none"))
-    if automatic and why_no_tree(model):
-        return AutoregressiveTarget(model), None, _nothing
-    target = Target(model)
+    target = choose_target(model, drafts=not automatic)
+    if isinstance(target, AutoregressiveTarget):
+        return target, None, _nothing
     try:
         if isinstance(spec, str) and spec == "auto":
             spec = "lookup"

@@ -23,6 +23,8 @@ def why_no_tree(model: Any) -> str | None:
     """
     config = model.config.get_text_config()
     name = type(model).__name__
+    if _has_soft_prompts(model):
+        return f"{name} has soft prompts or other inputs that a wrapper adds"
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
     if getattr(config, "num_kv_shared_layers", 0):
@@ -35,6 +37,13 @@ def why_no_tree(model: Any) -> str | None:
     if not decoder_layers(model):
         return f"{name} keeps its decoder layers where they are not found"
     return None
+
+
+def _has_soft_prompts(model: Any) -> bool:
+    """Return whether a wrapper adds inputs, on itself (PEFT's prompt learning) or on the model that it holds."""
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    replaced = prepare is not None and getattr(prepare, "__self__", None) is not model
+    return replaced or bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
 def decoder_layers(model: Any) -> Any:

@@ -328,8 +328,7 @@ def _window(module: nn.Module, mask: dict[str, Any]) -> int | None:
     if size is None and all(sees(far, key) for key in (0, 1, far // 2, far)):
         return None
     # A chunk sees less than a window of its size from some positions, a window as much from all.
-    queries = () if size is None else (far, far + 1, far + size // 2)
-    if queries and all(sees(q, q - size + 1) and not sees(q, q - size) for q in queries):
+    if size and all(sees(q, q - size + 1) and not sees(q, q - size) for q in (far, far + 1, far + size // 2)):
         return int(size)
     raise UnsupportedModelError(
         f"{type(module).__name__} has a mask that is neither full nor a sliding window"

@@ -335,7 +335,7 @@ class Target(HuggingFaceTarget, TargetModel):
 
     @torch.inference_mode()
     def _probe_plain(self, texts: list[list[int]]) -> Tensor:
-        """Return logits float32 [3, V] of the last half of the first of some texts, as the model itself computes them."""
+        """Return logits float32 [3, V] of the last half of the first text, as the model itself computes them."""
         ids = torch.tensor(texts, device=self.device)
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if "position_ids" in inspect.signature(self.model.forward).parameters:

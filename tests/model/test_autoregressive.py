@@ -1,0 +1,211 @@
+"""Plain decoding by a model's own means: the text of its own `generate`, or a refusal by name."""
+
+import functools
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import ddtree
+import tiny
+from ddtree.errors import UnsupportedModelError
+from ddtree.model.autoregressive import AutoregressiveTarget
+
+PROMPTS = [tiny.prompt(20), tiny.prompt(6)]
+
+
+def built(model_class, config_class, **options):
+    shape = {**tiny._SHAPE, "num_key_value_heads": None, **options}
+    torch.manual_seed(0)
+    model = model_class(config_class(**{name: v for name, v in shape.items() if v is not None})).eval()
+    with torch.no_grad():
+        for part in model.parameters():
+            if part.ndim > 1:
+                part *= max(1.0, float(0.2 / part.std()))
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def bamba():
+    return built(
+        hf.BambaForCausalLM, hf.BambaConfig, num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=8,
+        mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=16,
+    )  # fmt: skip
+
+
+def roberta():
+    return built(hf.RobertaForCausalLM, hf.RobertaConfig, is_decoder=True, pad_token_id=1)
+
+
+def cpm_ant():
+    return built(
+        hf.CpmAntForCausalLM, hf.CpmAntConfig, dim_head=8, dim_ff=48, prompt_length=4, prompt_types=3,
+        segment_types=3,
+    )  # fmt: skip
+
+
+class Softened(hf.LlamaForCausalLM):
+    """A Llama; `soften` gives it the learned prompt of a wrapper, as PEFT does it."""
+
+    def soften(self):
+        prompt = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1))
+        own = self.prepare_inputs_for_generation
+
+        def prepare(ids, *args, is_first_iteration=False, **kwargs):
+            inputs = own(ids, *args, is_first_iteration=is_first_iteration, **kwargs)
+            inputs.pop("position_ids", None)
+            if is_first_iteration:
+                embedded = self.get_input_embeddings()(inputs.pop("input_ids"))
+                inputs["inputs_embeds"] = torch.cat([prompt, embedded], dim=1)
+            return inputs
+
+        self.prepare_inputs_for_generation = prepare
+        return self
+
+
+def softened():
+    return built(Softened, hf.LlamaConfig).soften()
+
+
+class Wrapped(nn.Module):
+    """PEFT's wrapper of a model: its inputs are the model's own for as long as `generate` runs."""
+
+    class active_peft_config:
+        is_prompt_learning = True
+
+    def __init__(self):
+        super().__init__()
+        self.base_model = softened()
+        self._prepare = vars(self.base_model).pop("prepare_inputs_for_generation")
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def generate(self, *args, **kwargs):
+        self.base_model.prepare_inputs_for_generation = self._prepare
+        try:
+            return self.base_model.generate(*args, **kwargs)
+        finally:
+            del self.base_model.prepare_inputs_for_generation
+
+
+MODELS = {
+    "positions in a hybrid": bamba,
+    "positions after the padding": roberta,
+    "the whole text each step": cpm_ant,
+    "soft prompts": softened,
+    "soft prompts of a wrapper": Wrapped,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return MODELS[request.param]()
+
+
+def theirs(model, prompt, **options):
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    found = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=30,
+        repetition_penalty=1.3,
+        **options,
+    )
+    return found[0, -30:].tolist()
+
+
+@pytest.mark.parametrize("drafter", ["auto", "none"])
+def test_plain_text_is_that_of_the_models_own_generate(model, drafter):
+    with ddtree.load(model, drafter=drafter) as loaded:
+        results = loaded.generate(
+            PROMPTS, temperature=0, max_tokens=30, ignore_eos=True, repetition_penalty=1.3
+        )
+    assert [list(result.token_ids) for result in results] == [theirs(model, prompt) for prompt in PROMPTS]
+
+
+def test_custom_generate_gives_the_text_of_generate(model):
+    for prompt in PROMPTS:
+        assert theirs(model, prompt, custom_generate=ddtree.custom_generate) == theirs(model, prompt)
+
+
+def test_soft_prompts_take_no_named_drafter():
+    for model in (softened(), Wrapped()):
+        with pytest.raises(UnsupportedModelError, match=r'soft prompts.*use drafter="none"'):
+            ddtree.load(model, drafter="lookup")
+    with pytest.raises(UnsupportedModelError, match="soft prompts"):
+        theirs(softened(), PROMPTS[0], custom_generate=ddtree.custom_generate, drafter="lookup")
+
+
+def test_what_the_generation_config_says_of_search_is_no_part_of_plain_decoding(model):
+    expected = theirs(model, PROMPTS[0])
+    before = model.generation_config
+    model.generation_config = hf.GenerationConfig(
+        num_beams=2, num_return_sequences=2, max_new_tokens=3, use_cache=False
+    )
+    try:
+        with ddtree.load(model, drafter="none") as loaded:
+            options = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "repetition_penalty": 1.3}
+            assert list(loaded.generate(PROMPTS[0], **options).token_ids) == expected
+    finally:
+        model.generation_config = before
+
+
+def xlnet():
+    return built(hf.XLNetLMHeadModel, hf.XLNetConfig, d_head=8, d_inner=48, max_position_embeddings=None)
+
+
+def recurrent_gemma():
+    return built(
+        hf.RecurrentGemmaForCausalLM, hf.RecurrentGemmaConfig, num_key_value_heads=1, lru_width=32, head_dim=8,
+        attention_window_size=16, block_types=("recurrent", "attention"),
+    )  # fmt: skip
+
+
+class Forgetful(hf.BloomForCausalLM):
+    """A Bloom whose later calls differ from its first ones."""
+
+    calls = 0
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        self.calls += 1
+        output["logits"] = output.logits + self.calls
+        return output
+
+
+class Broken(hf.BloomForCausalLM):
+    def forward(self, *args, **kwargs):
+        raise ZeroDivisionError("by zero")
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (xlnet, "XLNetLMHeadModel gives no cache"),
+        (recurrent_gemma, "RecurrentGemmaForCausalLM gives no cache"),
+        (functools.partial(built, Forgetful, hf.BloomConfig), "Forgetful gives other logits"),
+        (
+            functools.partial(built, Broken, hf.BloomConfig),
+            r"Broken cannot be decoded.*\(ZeroDivisionError: by zero\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("drafter", ["none", "auto", "lookup"])
+def test_what_cannot_be_decoded_plainly_is_refused_by_name_and_not_told_to_be(make, message, drafter):
+    with pytest.raises(UnsupportedModelError, match=message) as refusal:
+        ddtree.load(make(), drafter=drafter)
+    assert "drafter=" not in str(refusal.value)
+
+
+def test_a_model_is_compared_with_its_generate_once():
+    model = built(hf.MambaForCausalLM, hf.MambaConfig)
+    AutoregressiveTarget(model)
+    model.generate = None
+    AutoregressiveTarget(model)
