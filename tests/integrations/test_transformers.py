@@ -447,3 +447,33 @@ def test_an_argument_that_generate_drops_is_found_in_its_call():
     tiny.model().generate(ids, custom_generate=custom, max_new_tokens=2)
     assert found == [streamer, None]
     assert transformers_hook._dropped_argument("streamer") is None
+
+
+def picture_model():
+    """A tiny model of text and pictures, whose positions are of several kinds."""
+    shape = {name: value for name, value in tiny._SHAPE.items() if name != "max_position_embeddings"}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+    torch.manual_seed(0)
+    config = hf.Qwen2VLConfig(
+        text_config={**shape, "rope_parameters": rope}, vision_config=vision, image_token_id=47
+    )
+    return hf.Qwen2VLForConditionalGeneration(config).eval()
+
+
+def test_text_alone_is_taken_from_a_model_of_text_and_pictures():
+    model = picture_model()
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": PAD}
+    for prompts in ([tiny.prompt(12)], RAGGED):
+        expected = theirs(model, prompts, **options)
+        assert torch.equal(ours(model, prompts, **options), expected)
+        kinds = torch.zeros_like(batch(prompts)["input_ids"])
+        assert torch.equal(ours(model, prompts, mm_token_type_ids=kinds, **options), expected)
+    kinds[0, -1] = 1
+    with pytest.raises(UnsupportedModelError, match="mm_token_type_ids is an input"):
+        ours(model, RAGGED, mm_token_type_ids=kinds, **options)
+    with pytest.raises(UnsupportedModelError, match="position_ids of one's own"):
+        model.generate(
+            torch.tensor([[5, 6, 7]]), position_ids=torch.tensor([[[0, 1, 2]], [[0, 1, 2]], [[0, 1, 1]]]),
+            custom_generate=ddtree.custom_generate, **options,
+        )  # fmt: skip

@@ -348,7 +348,7 @@ def _refuse(config: Any, processors: Any) -> None:
 def _starts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
     """Return the index of each row's first prompt token, after its padding on the left."""
     for name, value in model_kwargs.items():
-        if name not in _KNOWN and value is not None:
+        if name not in _KNOWN and not _says_nothing(name, value):
             raise UnsupportedModelError(
                 f"{name} is an input that draft trees do not take: give input_ids alone"
             )
@@ -370,10 +370,19 @@ def _starts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
         )
     positions = model_kwargs.get("position_ids")
     if positions is not None:
-        usual = mask.cumsum(dim=1) - 1
-        if not torch.equal((positions.to(mask.device) * mask).expand_as(mask), usual * mask):
+        usual = (mask.cumsum(dim=1) - 1) * mask
+        # Models with positions of several kinds, [kinds, rows, tokens], count text alike in each.
+        masked = positions.to(mask.device) * mask
+        if not torch.equal(masked, usual.expand_as(masked)):
             raise UnsupportedModelError("position_ids of one's own cannot be used: leave them out")
     return (input_ids.shape[1] - mask.sum(dim=1)).tolist()
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Return whether an input is empty, as multimodal models have them beside text alone."""
+    if name == "mm_token_type_ids" and isinstance(value, Tensor):
+        return not bool(value.any())
+    return value is None or (isinstance(value, dict | list | tuple) and not value)
 
 
 def _pad_id(config: Any) -> int:

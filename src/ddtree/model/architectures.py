@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from ddtree.errors import ConfigError, check_whole
+from ddtree.errors import ConfigError, check_whole, is_whole
 
 TREE_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers whose state is keys and values by token, so that rejected tokens can be cut off."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 """Names of the cache in calls and outputs, the newest first; the last two are those of recurrent models."""
+_CONTEXT_NAMES = ("max_position_embeddings", "max_target_positions", "max_seq_len", "n_positions")
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
+_UNLIMITED = 2**31 - 1
 
 
 def why_no_tree(model: Any) -> str | None:
@@ -56,25 +58,32 @@ def decoder_layers(model: Any) -> Any:
     return next((part for part in parts if isinstance(part, nn.ModuleList) and len(part) == count), [])
 
 
-def context_limit(config: Any, wanted: int | None) -> int:
-    """Return the most tokens of a sequence: the model's own limit (8,192, for example), or a smaller one asked for.
+def context_limit(model: Any, wanted: int | None) -> int:
+    """Return the most tokens of a sequence: the model's own limit (8,192, for example), or the one asked for.
 
-    With "longrope" the model's limit is the length of the short factors. For longer texts transformers turns every
-    position of a forward by other angles, also positions whose keys are cached, so that a token's logits would depend
-    on the tokens beside it.
+    The limit is the config's, times the factor of "yarn" or "linear" angles where that is the length before them; a
+    learned table of positions may end earlier. With "longrope" it is the length of the short factors: for
+    longer texts transformers turns every position of a forward by other angles, also positions whose keys are cached,
+    so that a token's logits would depend on the tokens beside it.
 
     Raises:
-        ConfigError: `wanted` is no whole number, less than 2, or more than the model's limit.
+        ConfigError: `wanted` is no whole number, less than 2, or more than the model's limit, unless its angles go on.
     """
-    own = getattr(config, "max_position_embeddings", None) or 2**31 - 1
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        short = rope.get("original_max_position_embeddings")
-        own = min(own, short or getattr(config, "original_max_position_embeddings", None) or own)
+    config = model.config.get_text_config()
+    sizes = (getattr(config, name, None) for name in _CONTEXT_NAMES)
+    own = next((size for size in sizes if is_whole(size) and size > 0), _UNLIMITED)
+    for rope in _ropes(config):
+        kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+        if kind in ("yarn", "linear") and own <= (original or own):
+            own = int(own * (rope.get("factor") or 1))
+        if kind == "longrope":
+            own = min(own, original or getattr(config, "original_max_position_embeddings", None) or own)
+    own = min(own, _learned_positions(model))
     if wanted is None:
         return own
-    if not 2 <= check_whole("max_context", wanted) <= own:
-        raise ConfigError(f"max_context={wanted} is outside 2..{own}, the model's own limit")
+    most = _UNLIMITED if extrapolates(config) else own
+    if not 2 <= check_whole("max_context", wanted) <= most:
+        raise ConfigError(f"max_context={wanted} is outside 2..{most}, the model's own limit")
     return wanted
 
 
@@ -84,10 +93,26 @@ def extrapolates(config: Any) -> bool:
     Rotary angles that are fixed do. Learned positions end with their table; "dynamic" and "longrope" angles depend on
     the length of the text.
     """
+    ropes = _ropes(config)
+    return bool(ropes) and all(rope.get("rope_type") in _FIXED_ANGLES for rope in ropes)
+
+
+def _learned_positions(model: Any) -> int:
+    """Return how many positions a learned table has for text, where a model counts them from after its padding id."""
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        return _UNLIMITED
+    left = [
+        part.num_embeddings - part.padding_idx - 1
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding) and name.endswith("position_embeddings") and part.padding_idx is not None
+    ]
+    return min(left, default=_UNLIMITED)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Return the RoPE parameters of a text model: one set, or one for each kind of layer that has its own."""
     rope = getattr(config, "rope_parameters", None) or {}
-    # Models with several kinds of layers have parameters for each.
-    kinds = [rope] if "rope_type" in rope else list(rope.values())
-    return bool(kinds) and all(isinstance(k, dict) and k.get("rope_type") in _FIXED_ANGLES for k in kinds)
+    return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

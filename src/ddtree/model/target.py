@@ -54,7 +54,7 @@ class HuggingFaceTarget(TargetWeights):
         self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.max_context = context_limit(self.config, max_context)
+        self.max_context = context_limit(model, max_context)
         self.eos_ids = eos_ids(model, tokenizer)
         self._cache_name = cache_argument(model)
 
