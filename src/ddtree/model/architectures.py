@@ -104,7 +104,9 @@ def _learned_positions(model: Any) -> int:
     left = [
         part.num_embeddings - part.padding_idx - 1
         for name, part in model.named_modules()
-        if isinstance(part, nn.Embedding) and name.endswith("position_embeddings") and part.padding_idx is not None
+        if isinstance(part, nn.Embedding)
+        and name.endswith("position_embeddings")
+        and part.padding_idx is not None
     ]
     return min(left, default=_UNLIMITED)
 

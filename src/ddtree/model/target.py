@@ -30,11 +30,11 @@ from ddtree.model.kv_cache import KVCache
 from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask
 
 _log = logging.getLogger(__name__)
-# Of the spread of logits, the most by which those of a tree may differ from those of plain text. Both kernels add in
-# orders of their own; in 16 bits that moves logits by several per cent.
-_DIFFERENT = {torch.float32: 1e-3}
-_DIFFERENT_IN_16_BITS = 0.2
-_LEAK = 1e-3  # the same, for one tree with other tokens beside the path: one kernel, one shape
+# The most by which logits may differ, in shares of their spread, where one kernel runs in one shape, or in float32.
+_SAME = 1e-3
+# Root of the mean square of the difference likewise, where two kernels add in orders of their own in 16 bits: real
+# models come to a few per cent.
+_SAME_IN_16_BITS = 0.1
 
 
 class HuggingFaceTarget(TargetWeights):
@@ -293,37 +293,37 @@ class Target(HuggingFaceTarget, TargetModel):
         Neither a family's name nor its flags tell: the attention may come from elsewhere.
         """
         name = type(self.model).__name__
-        text = [t % self.vocab_size for t in (11, 7, 5, 3, 13, 17)]
-        ours, beside = (self._probe_tree(text, other % self.vocab_size) for other in (2, 29))
-        plain, again = (self._probe_plain([text, [other % self.vocab_size] * 6]) for other in (2, 29))
+        # Tokens from all over the vocabulary: the first ones are special in most, and make rounding errors grow.
+        *text, one, two = (part * self.vocab_size // 23 for part in (11, 7, 5, 3, 13, 17, 2, 19))
+        cache = self.new_cache()
+        cache.add_row()
+        for _ in self.prefill(cache, 0, text[:3]):
+            pass
+        ours, beside = (self._probe_tree(cache, text[3:], other) for other in (one, two))
+        plain, again = (self._probe_plain([text, [other] * 6]) for other in (one, two))
         spread = float(plain.std())
         noise = float((again - plain).abs().max())
-        if noise > _LEAK * spread:
+        if noise > _SAME * spread:
             self.noise = noise
             _log.warning(
                 "%s quantizes its activations: logits move by up to %.2g with the tokens beside them, so that a text "
                 "may depend on how it is drafted", name, noise,
             )  # fmt: skip
-        coarse = _DIFFERENT.get(self.dtype, _DIFFERENT_IN_16_BITS)
-        for other, share, text_kind in (
-            (plain, coarse, "plain text"),
-            (beside, _LEAK, "another tree with that path"),
-        ):
-            gap = float((ours - other).abs().max())
-            if not gap <= max(share * spread, 4 * self.noise):
-                raise UnsupportedModelError(
-                    f"{name} gives other logits for a draft tree than for {text_kind} (difference {gap:.3g}); "
-                    'use drafter="none" for autoregressive decoding'
-                )
+        leak, gap = (float((ours - other).abs().max()) for other in (beside, plain))
+        known = max(_SAME * spread, 4 * self.noise)
+        if self.dtype != torch.float32:
+            gap = float((ours - plain).square().mean(dim=1).sqrt().median())
+            known = max(_SAME_IN_16_BITS * spread, 4 * self.noise)
+        if not gap <= known or not leak <= max(_SAME * spread, 4 * self.noise):
+            raise UnsupportedModelError(
+                f"{name} gives other logits for a draft tree than for plain text (difference {max(gap, leak):.3g}); "
+                'use drafter="none" for autoregressive decoding'
+            )
 
-    def _probe_tree(self, text: list[int], sibling: int) -> Tensor:
-        """Return logits float32 [3, V] of the last half of a text of 6 tokens, as a path of a tree."""
-        cache = self.new_cache()
-        cache.add_row()
-        for _ in self.prefill(cache, 0, text[:3]):
-            pass
+    def _probe_tree(self, cache: KVCache, path: list[int], sibling: int) -> Tensor:
+        """Return logits float32 [3, V] of a path of 3 tokens, in a tree with a sibling of the second."""
         tree = DraftTree(
-            torch.tensor([[text[3], sibling, *text[4:]]], device=self.device),
+            torch.tensor([[path[0], sibling, *path[1:]]], device=self.device),
             torch.tensor([[0, 0, 0, 2]], device=self.device),
             torch.tensor([[0, 1, 1, 2]], device=self.device),
             torch.zeros((1, 4), device=self.device),
