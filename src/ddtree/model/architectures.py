@@ -69,7 +69,7 @@ def context_limit(model: Any, wanted: int | None) -> int:
     so that a token's logits would depend on the tokens beside it.
 
     Raises:
-        ConfigError: `wanted` is no whole number, less than 2, or more than the model's limit, unless its angles go on.
+        ConfigError: `wanted` is no whole number, less than 2, or more than the limit of a model that does not extrapolate.
     """
     config = model.config.get_text_config()
     sizes = (getattr(config, name, None) for name in _CONTEXT_NAMES)
@@ -83,9 +83,8 @@ def context_limit(model: Any, wanted: int | None) -> int:
     own = min(own, _learned_positions(model))
     if wanted is None:
         return own
-    most = _UNLIMITED if extrapolates(config) else own
-    if not 2 <= check_whole("max_context", wanted) <= most:
-        raise ConfigError(f"max_context={wanted} is outside 2..{most}, the model's own limit")
+    if check_whole("max_context", wanted, 2) > own and not extrapolates(config):
+        raise ConfigError(f"max_context={wanted} is more than {own}, the model's own limit")
     return wanted
 
 
