@@ -20,6 +20,7 @@ from ddtree.model.architectures import (
     context_limit,
     decoder_layers,
     eos_ids,
+    input_device,
     why_no_tree,
 )
 from ddtree.model.attention import Visibility, chain_mask, key_positions, uncommitted_columns, visible_keys
@@ -37,11 +38,13 @@ class HuggingFaceTarget(TargetWeights):
         self.config = model.config.get_text_config()
         self.embed: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
-        self.vocab_size: int = self.head.weight.shape[0]
+        # In the weight's place torch.ao's quantized layers have a function.
+        weight = self.head.weight
+        self.vocab_size: int = self.config.vocab_size if callable(weight) else weight.shape[0]
         # The configs of a few models that take no drafter (BLT) do not say.
         self.hidden_size: int = getattr(self.config, "hidden_size", 0)
         self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
-        self.device: torch.device = model.device
+        self.device: torch.device = input_device(model)
         self.dtype: torch.dtype = model.dtype
         self.max_context = context_limit(model, max_context)
         self.eos_ids = eos_ids(model, tokenizer)
