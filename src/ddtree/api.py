@@ -61,7 +61,8 @@ def load(
         tokenizer: of a target that is already loaded; without one, prompts are token ids.
         device: by default CUDA, else Apple's GPU, else the CPU.
         dtype: "float32", "bfloat16" or "float16"; the checkpoint's own by default.
-        max_context: most tokens of prompt and answer; the model's own limit by default.
+        max_context: most tokens of prompt and answer; the model's own limit by default, and more only where its
+            positions are rotary with fixed angles.
         max_rows: sequences decoded at once; more wait their turn.
         prefill_chunk: prompt tokens per forward; answers that are running wait for no more of a new prompt at a time.
         cache_bytes: memory that keys and values of what runs may take, the target's and the drafters', with the

@@ -243,7 +243,7 @@ def test_version_and_help(capsys):
         ),
         (["--logit-bias", "a=1", PROMPT], "a token id in logit_bias must be an integer"),
         (["--threads", "0", PROMPT], "--threads 0 is outside 1..1024"),
-        (["--max-context", "9999", PROMPT], "max_context=9999 is outside 2..512, the model's own limit"),
+        (["--max-context", "1", PROMPT], "max_context must be at least 2, not 1"),
         (["--device", "toaster", PROMPT], "unknown device 'toaster'"),
         (["--drafter", "/no/such/drafter", PROMPT], "/no/such/drafter does not exist"),
         (

@@ -1,6 +1,7 @@
 """Plain decoding by a model's own means: the text of its own `generate`, or a refusal by name."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -155,6 +156,52 @@ def test_what_the_generation_config_says_of_search_is_no_part_of_plain_decoding(
             assert list(loaded.generate(PROMPTS[0], **options).token_ids) == expected
     finally:
         model.generation_config = before
+
+
+class QuantizedHead(nn.Module):
+    """A head of int8 inputs and weights, as torch.ao makes them: the weight is a function, the scale the call's own."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.scale = head.weight.detach().abs().max() / 127
+        self.int8 = (head.weight.detach() / self.scale).round()
+
+    def weight(self):
+        return self.int8 * self.scale
+
+    def forward(self, states):
+        scale = states.abs().max() / 127
+        return nn.functional.linear((states / scale).round(), self.int8) * scale * self.scale
+
+
+def test_a_quantized_head_is_decoded_plainly():
+    model = tiny.model()
+    model.lm_head = QuantizedHead(model.lm_head)
+    with ddtree.load(model) as loaded:
+        options = {"temperature": 0, "max_tokens": 30, "repetition_penalty": 1.3}
+        assert list(loaded.generate(PROMPTS[0], **options).token_ids) == theirs(model, PROMPTS[0])
+    with pytest.raises(UnsupportedModelError, match="quantizes what its head is given"):
+        ddtree.load(model, drafter="lookup")
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup"])
+def test_offloaded_embeddings_are_given_ids_where_they_run(drafter):
+    model = tiny.model()
+    expected = theirs(model, PROMPTS[0])
+    embedding = model.get_input_embeddings()
+    weight = embedding.weight.detach()
+    embedding.to("meta")
+    embedding._hf_hook = types.SimpleNamespace(execution_device=torch.device("cpu"))
+    embedding.forward = functools.partial(nn.functional.embedding, weight=weight)
+    with ddtree.load(model, drafter=drafter) as loaded:
+        options = {
+            "temperature": 0,
+            "max_tokens": 30,
+            "repetition_penalty": 1.3,
+            "method": "tree",
+            "budget": 8,
+        }
+        assert list(loaded.generate(PROMPTS[0], **options).token_ids) == expected
 
 
 def xlnet():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from ddtree.errors import ConfigError, check_whole, is_whole
@@ -27,6 +28,8 @@ def why_no_tree(model: Any) -> str | None:
     name = type(model).__name__
     if _has_soft_prompts(model):
         return f"{name} has soft prompts or other inputs that a wrapper adds"
+    if callable(getattr(model.get_output_embeddings(), "weight", None)):
+        return f"{name} quantizes what its head is given, by a scale that depends on the tokens beside it"
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
     if getattr(config, "num_kv_shared_layers", 0):
@@ -67,7 +70,7 @@ def context_limit(model: Any, wanted: int | None) -> int:
     so that a token's logits would depend on the tokens beside it.
 
     Raises:
-        ConfigError: `wanted` is no whole number, less than 2, or more than the model's limit, unless its angles go on.
+        ConfigError: `wanted` is no whole number, less than 2, or above the limit where positions do not extrapolate.
     """
     config = model.config.get_text_config()
     sizes = (getattr(config, name, None) for name in _CONTEXT_NAMES)
@@ -81,9 +84,8 @@ def context_limit(model: Any, wanted: int | None) -> int:
     own = min(own, _learned_positions(model))
     if wanted is None:
         return own
-    most = _UNLIMITED if extrapolates(config) else own
-    if not 2 <= check_whole("max_context", wanted) <= most:
-        raise ConfigError(f"max_context={wanted} is outside 2..{most}, the model's own limit")
+    if check_whole("max_context", wanted, 2) > own and not extrapolates(config):
+        raise ConfigError(f"max_context={wanted} is more than {own}, the model's own limit")
     return wanted
 
 
@@ -125,6 +127,15 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         if value is not None:
             found |= {value} if isinstance(value, int) else set(value)
     return frozenset(found)
+
+
+def input_device(model: Any) -> torch.device:
+    """Return the device that a model takes ids on: its own, or for offloaded weights the one that runs them."""
+    if model.device.type != "meta":
+        return model.device
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return torch.device("cpu" if device is None else device)
 
 
 def cache_argument(model: nn.Module) -> str:

@@ -289,7 +289,7 @@ _windows: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 
 
 @torch.inference_mode()
-def record_windows(model: Any, configs: list[Any]) -> dict[nn.Module, int | None]:
+def record_windows(model: Any, configs: list[Any], device: torch.device) -> dict[nn.Module, int | None]:
     """Run a model on four tokens; return the window of the mask that each of its attention modules is given.
 
     From then on `attention` obeys these. Configs and arguments do not tell: some models have a window in their mask
@@ -299,7 +299,7 @@ def record_windows(model: Any, configs: list[Any]) -> dict[nn.Module, int | None
         UnsupportedModelError: a mask is another one than a full or sliding causal one.
     """
     global _masks
-    ids = torch.tensor([[1, 2, 3, 4]], device=model.get_input_embeddings().weight.device)
+    ids = torch.tensor([[1, 2, 3, 4]], device=device)
     with using(configs):
         _masks = _RecordedMasks()
         try:

@@ -22,6 +22,7 @@ from ddtree.model.architectures import (
     context_limit,
     decoder_layers,
     eos_ids,
+    input_device,
     why_no_tree,
 )
 from ddtree.model.attention import Visibility, chain_mask, key_positions, uncommitted_columns, visible_keys
@@ -46,13 +47,13 @@ class HuggingFaceTarget(TargetWeights):
         self.config = model.config.get_text_config()
         self.embed: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
-        weight = getattr(self.head, "weight", None)
-        # Quantized heads may hold their weight behind a function.
-        self.vocab_size: int = weight.shape[0] if isinstance(weight, Tensor) else self.config.vocab_size
+        # In the weight's place torch.ao's quantized layers have a function.
+        weight = self.head.weight
+        self.vocab_size: int = self.config.vocab_size if callable(weight) else weight.shape[0]
         # The configs of a few models that take no drafter (BLT) do not say.
         self.hidden_size: int = getattr(self.config, "hidden_size", 0)
         self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
-        self.device: torch.device = model.device
+        self.device: torch.device = input_device(model)
         self.dtype: torch.dtype = model.dtype
         self.max_context = context_limit(model, max_context)
         self.eos_ids = eos_ids(model, tokenizer)
@@ -275,7 +276,7 @@ class Target(HuggingFaceTarget, TargetModel):
     def _find_windows(self) -> None:
         """Find out which window each layer's mask has, and that all layers take their mask from us."""
         name = type(self.model).__name__
-        windows = attention.record_windows(self.model, self._configs)
+        windows = attention.record_windows(self.model, self._configs, self.device)
         if not all(any(part in windows for part in layer.modules()) for layer in self._layers):
             raise UnsupportedModelError(
                 f"{name} does not use transformers' attention interface, so it cannot take a tree mask"
