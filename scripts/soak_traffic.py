@@ -63,7 +63,7 @@ def nonsense(context):
     raw = [b"{", b"", b"[]", b"null", b"\xff\xfe\x00", b'{"messages": NaN}', b"[" * 100_000, b'{"messages":']
     fields = [
         {"messages": "text"}, {"messages": []}, {"messages": [{"role": "user", "content": 5}]}, {"messages": None},
-        {"max_tokens": -1}, {"max_tokens": "ten"}, {"temperature": -1}, {"temperature": "hot"}, {"top_p": 7},
+        {"max_tokens": -2}, {"max_tokens": "ten"}, {"temperature": -1}, {"temperature": "hot"}, {"top_p": 7},
         {"n": 0}, {"n": 10**6}, {"model": "another"}, {"stream_options": {"include_usage": True}},
         {"ddtree": {"method": "warp"}}, {"ddtree": 5}, {"ddtree": {"depth": 99}}, {"ddtree": {"drafter": "nobody"}},
         {"logit_bias": {"x": 1}}, {"top_logprobs": 5}, {"response_format": {"type": "json_object"}},

@@ -3,8 +3,10 @@
 import copy
 import gc
 import json
+import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -360,7 +362,7 @@ def test_all_names_are_there_and_others_are_not():
         ({"zzzz": 1}, "unknown option 'zzzz': choose from temperature"),
         ({"temperature": -1}, "temperature must be from 0 to 100, not -1"),
         ({"max_tokens": 10**30}, "max_tokens must be from 1 to"),
-        ({"seed": 2**63}, "seed must be from 0 to 9223372036854775807"),
+        ({"seed": 2**63}, "seed must be from -1 to 9223372036854775807"),
         (
             {"stop_token_ids": [talker.VOCAB]},
             "stop_token_ids names token 260, but the model's ids end at 259",
@@ -489,7 +491,12 @@ def test_plain_decoding_measures_nothing(monkeypatch):
         assert model.generate([3, 4, 5], max_tokens=3, **choice).stats.nodes == 0
 
 
-@pytest.mark.parametrize("error", [ConfigError("short"), CacheMemoryError("full"), torch.OutOfMemoryError()])
+ANY = RuntimeError("aten.view is not implemented for these weights")
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("short"), CacheMemoryError("full"), torch.OutOfMemoryError(), ANY]
+)
 def test_what_cannot_be_measured_is_served_all_the_same(monkeypatch, error):
     """A context too short to calibrate, or too little memory, is no reason to refuse a request that fits."""
 
@@ -500,6 +507,76 @@ def test_what_cannot_be_measured_is_served_all_the_same(monkeypatch, error):
     model = ddtree.load(tiny.model(), "lookup")
     first = model.generate([3, 4, 5, 3, 4], max_tokens=8, seed=1)
     assert first.token_ids == model.generate([3, 4, 5, 3, 4], max_tokens=8, seed=1, method="off").token_ids
+
+
+@pytest.mark.parametrize("part", ["plan", "cut", "learn", "state", "key"])
+def test_a_policy_that_fails_costs_speed_only(monkeypatch, caplog, part):
+    def fails(*_, **__):
+        raise ANY
+
+    options = {"max_tokens": 24, "seed": 1}
+    plain = ddtree.load(tiny.model(), "none").generate([3, 4, 5, 3, 4], **options)
+    model = ddtree.load(tiny.model(), "lookup")
+    model.generate([3, 4, 5], max_tokens=2)
+    monkeypatch.setattr(*((api.cache, "key") if part == "key" else (type(model.engine.policy), part)), fails)
+    assert model.generate([3, 4, 5, 3, 4], **options).token_ids == plain.token_ids
+    model.close()
+    assert caplog.records or part == "state"
+
+
+def test_weights_that_hold_no_readable_values_have_a_fingerprint():
+    class Quantized(torch.nn.Parameter):
+        def reshape(self, *_):
+            raise ANY
+
+    own = tiny.model()
+    own.model.norm.weight = Quantized(own.model.norm.weight.detach())
+    model = ddtree.load(own, "lookup")
+    assert api.cache.key(model.target, model.engine.drafter)["weights"]
+
+
+def test_ctrl_c_ends_the_answer_and_leaves_the_model_usable(model):
+    expected = model.generate(PROMPT, temperature=0, max_tokens=30).token_ids
+
+    def interrupt(prefix, logits):
+        if len(prefix) > 30:
+            os.kill(os.getpid(), signal.SIGINT)
+        return logits
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate([PROMPT, PROMPT], temperature=0, max_tokens=30, processors=[interrupt])
+    assert model.engine.idle and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert model.generate(PROMPT, temperature=0, max_tokens=30).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [("cache", "take"), ("cache", "commit"), ("cache", "drop_row"), ("drafter", "add_row"), ("drafter", "observe"),
+     ("drafter", "drop_row"), ("engine", "_leave"), ("engine", "_round"), ("sequence", "finish")],
+)  # fmt: skip
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interruption_anywhere_in_a_step_leaves_the_model_usable(monkeypatch, owner, name, before):
+    """A timer's, for example, which is not held back as Ctrl-C is."""
+    options = {"temperature": 0, "max_tokens": 12, "budget": 4}
+    model = ddtree.load(tiny.model(), "lookup", prefix_bytes=10_000)
+    expected = model.generate([3, 4, 5, 3, 4], **options).token_ids
+    engine = model.engine
+    owners = {"cache": engine._cache, "drafter": engine.drafter, "engine": engine}
+    holder = type(owners[owner]) if owner in owners else api.Sequence
+    own = getattr(holder, name)
+    with monkeypatch.context() as patch:
+
+        def interrupted(*args, **kwargs):
+            patch.undo()
+            if not before:
+                own(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        patch.setattr(holder, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate([[3, 4, 5, 3, 4], [3, 4]], **options)
+    assert model.generate([3, 4, 5, 3, 4], **options).token_ids == expected
+    assert model.engine.idle and model.engine._cache.rows == 0
 
 
 def test_a_short_context_is_served():

@@ -148,7 +148,7 @@ def test_damage_is_named(tmp_path, target, network):
     with pytest.raises(CheckpointError, match="has no weights"):
         inspect(target)
     hf.T5Config().save_pretrained(tmp_path / "t5")
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+    with pytest.raises(UnsupportedModelError, match="no causal language model"):
         inspect(str(tmp_path / "t5"))
     (tmp_path / "drafter" / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):

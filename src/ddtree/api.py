@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
@@ -20,7 +21,7 @@ from ddtree.engine.detokenizer import Detokenizer, bad_word_ids
 from ddtree.engine.engine import Engine, Sequence
 from ddtree.engine.planner import check_drafting, unmeasured
 from ddtree.engine.sequence import Piece, Result
-from ddtree.errors import CheckpointError, ConfigError, did_you_mean
+from ddtree.errors import CheckpointError, ConfigError, did_you_mean, first_line
 from ddtree.model.autoregressive import choose_target
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.demo import demo_drafter
@@ -28,8 +29,7 @@ from ddtree.model.kv_cache import out_of_memory
 from ddtree.model.pretrained import check_causal_lm, load_causal_lm
 from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
 from ddtree.prompts import Message, Prompt
-from ddtree.sampling.generation_config import read_generation_config
-from ddtree.sampling.params import SamplingParams
+from ddtree.sampling.params import SamplingParams, read_generation_config
 
 __all__ = ["MAX_TOKENS", "Message", "Model", "Piece", "Prompt", "Result", "Stream", "load"]
 
@@ -188,15 +188,17 @@ class Model:
         chosen = self._params(params, sampling)
         every = prompt if many else [prompt]
         encoded = [self.encode(one, chat=chat, chat_template_kwargs=chat_template_kwargs) for one in every]
-        sequences = self._queue(encoded, chosen, method, budget, depth)
-        try:
-            while any(sequence.finish_reason is None for sequence in sequences):
-                self.step()
+        with _interrupts_deferred() as check:
+            sequences = self._queue(encoded, chosen, method, budget, depth)
+            try:
+                while any(sequence.finish_reason is None for sequence in sequences):
+                    self.step()
+                    check()
+                    for sequence in sequences:
+                        _raise_error(sequence)
+            finally:
                 for sequence in sequences:
-                    _raise_error(sequence)
-        finally:
-            for sequence in sequences:
-                self.cancel(sequence)
+                    self.cancel(sequence)
         results = [Result.of(sequence) for sequence in sequences]
         return results if many else results[0]
 
@@ -215,15 +217,19 @@ class Model:
         """Answer one prompt piece by piece; arguments and errors are those of `generate`."""
         chosen = self._params(params, sampling)
         ids = self.encode(prompt, chat=chat, chat_template_kwargs=chat_template_kwargs)
-        return Stream(self, *self._queue([ids], chosen, method, budget, depth))
+        with _interrupts_deferred():
+            return Stream(self, *self._queue([ids], chosen, method, budget, depth))
 
     def step(self) -> None:
         """Take one step of the engine for all running answers. An exception ends them all.
 
+        Ctrl-C is raised at the end of the step. Another interruption, such as a timer's, may leave a round half done,
+        so a fresh engine takes the place of this one.
+
         Raises:
             CacheMemoryError: the device has run out of memory.
         """
-        with self._lock:
+        with _interrupts_deferred(), self._lock:
             try:
                 self.engine.step()
             except torch.OutOfMemoryError as error:
@@ -233,11 +239,13 @@ class Model:
             except BaseException as error:
                 # A round that broke off leaves every row of it half done.
                 self._abandon(error)
+                if not isinstance(error, Exception):
+                    self.renew()
                 raise
 
     def cancel(self, sequence: Sequence) -> None:
         """End an answer of `engine` now, and free its row."""
-        with self._lock:
+        with _interrupts_deferred(), self._lock:
             self.engine.cancel(sequence)
 
     def renew(self) -> None:
@@ -263,7 +271,8 @@ class Model:
         """
         with self._lock:
             if self.engine.policy is not None and not self._closed:
-                cache.remember(self.engine.policy, self.engine.target, self.engine.drafter)
+                with _only_speed("keep what was learnt"):
+                    cache.remember(self.engine.policy, self.engine.target, self.engine.drafter)
             self._closed = True
             self._abandon(None)
             self.engine.close()
@@ -306,6 +315,8 @@ class Model:
         check_drafting(method, budget, depth)
         with self._lock:
             self._check_open()
+            if self.engine.closed:
+                self.renew()
             method, budget = self.decided(method, budget)
             request = self.engine.request(method, budget, depth, sampled=not params.greedy)
             sequences = [
@@ -336,9 +347,10 @@ class Model:
             engine = self.engine
             if engine.policy is None and engine.drafter is not None and self._measurable:
                 idle = engine.idle
-                engine.policy = calibration.policy_of(
-                    engine.target, engine.drafter, self.drafter_folder, idle=idle
-                )
+                with _only_speed("measure this machine"):
+                    engine.policy = calibration.policy_of(
+                        engine.target, engine.drafter, self.drafter_folder, idle=idle
+                    )
                 # A short context, or little memory: requests that fit are served all the same.
                 self._measurable = engine.policy is not None or not idle
             return engine.policy is not None
@@ -419,6 +431,39 @@ def _automatic(target: Any) -> DrafterSpec:
             demo_drafter()
             return DEMO
     return "lookup"
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the end of a block, so that no row is left half done; give a function that lets it in.
+
+    Only the main thread gets signals, and blocks may be nested.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    arrived: list[tuple[int, Any]] = []
+
+    def deliver() -> None:
+        if arrived:
+            handler(*arrived.pop())
+
+    signal.signal(signal.SIGINT, lambda *signalled: arrived.append(signalled))
+    try:
+        yield deliver
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        deliver()
+
+
+@contextmanager
+def _only_speed(purpose: str) -> Iterator[None]:
+    """Go on after any error of a block that decides about speed only, and warn."""
+    try:
+        yield
+    except Exception as error:
+        _log.warning("auto cannot %s, and drafts as it does unmeasured: %s", purpose, first_line(error))
 
 
 def _cleared(drafter: Drafter | None, rows: int) -> bool:

@@ -228,8 +228,8 @@ def test_version_and_help(capsys):
         (["--method", "magic", PROMPT], "argument --method: invalid choice: 'magic'"),
         (["--depth", "17", PROMPT], "depth=17 is outside 1..16"),
         (["--temperature", "-2", PROMPT], "temperature must be from 0 to 100, not -2.0"),
-        (["--seed", "-1", PROMPT], "seed must be from 0 to 9223372036854775807, not -1"),
-        (["--seed", str(2**63), PROMPT], "seed must be from 0 to"),
+        (["--seed", "-2", PROMPT], "seed must be from -1 to 9223372036854775807, not -2"),
+        (["--seed", str(2**63), PROMPT], "seed must be from -1 to"),
         (["--max-tokens", str(10**30), PROMPT], "max_tokens must be from 1 to"),
         (["--logit-bias", "70", PROMPT], "--logit-bias '70' must be written ID=NUMBER"),
         (

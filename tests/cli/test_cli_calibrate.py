@@ -14,22 +14,8 @@ from ddtree.policy.latency import LatencyTable, Sample
 
 SHORT = ["--rows", "1", "--contexts", "8", "--widths", "1", "2", "--turns", "1"]
 GRID = [
-    "--rows",
-    "1",
-    "2",
-    "--contexts",
-    "8",
-    "24",
-    "64",
-    "--widths",
-    "1",
-    "2",
-    "4",
-    "8",
-    "16",
-    "--turns",
-    "1",
-]
+    "--rows", "1", "2", "--contexts", "8", "24", "64", "--widths", "1", "2", "4", "8", "16", "--turns", "1",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

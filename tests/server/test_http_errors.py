@@ -50,7 +50,7 @@ def refused(worker, client):
     [
         ("temperature", "1"), ("temperature", 200), ("temperature", -1), ("temperature", True), ("top_p", 2),
         ("top_k", 1.5), ("top_k", -2), ("min_p", -0.1), ("n", 0), ("n", 4), ("n", "2"), ("seed", 1.5), ("stop", 3),
-        ("stop", [1]), ("stop", [""]), ("stop", ["x"] * 65), ("max_tokens", 0), ("max_tokens", -1),
+        ("stop", [1]), ("stop", [""]), ("stop", ["x"] * 65), ("max_tokens", 0), ("max_tokens", -2),
         ("max_tokens", 2**40), ("max_completion_tokens", 0), ("max_completion_tokens", "9"),
         ("stop", "x" * 1025), ("bad_words", ["x" * 1025]),
         ("presence_penalty", 3), ("frequency_penalty", "x"), ("repetition_penalty", 0), ("logit_bias", [1]),

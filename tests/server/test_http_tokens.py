@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 import talker
 import tiny
 import words
-from ddtree.sampling.generation_config import read_generation_config
+from ddtree.sampling.params import read_generation_config
 from ddtree.sampling.sampler import TokenLogprobs
 from ddtree.server.schemas import ChatRequest, CompletionRequest, requested_logprobs, sampling_params, seeded
 from ddtree.server.tokens import CompletionLogprobs, TokenTexts, chat_logprobs

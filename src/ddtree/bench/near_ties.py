@@ -30,7 +30,8 @@ class Difference:
         tokens: both texts' tokens there.
         gap: difference of the two tokens' scores, the smaller one of two shapes of the forward pass.
         noise: rounding of the forward pass: how far the gap between the two best scores changes from one shape to the
-            other, at most, over the last 48 positions; at least the spacing of logits in the target's dtype.
+            other, at most, over the last 48 positions; at least the spacing of logits in the target's dtype, and
+            `Target.noise`.
     """
 
     index: int
@@ -50,13 +51,15 @@ def verdict(
     """Compare an output with plain decoding's; return the verdict as plain JSON values.
 
     Its `kind` is "equal", "near-tie" or "different"; where the outputs differ it also says at which token and by which
-    gap. In float32 any difference counts.
+    gap. In float32 any difference counts, unless the target quantizes its activations.
     """
     found = first_difference(target, prompt, plain, other, params.temperature, params.seed or 0)
     if found is None:
         return {"kind": "equal"}
     return {
-        "kind": "near-tie" if found.near_tie and target.dtype != torch.float32 else "different",
+        "kind": "near-tie"
+        if found.near_tie and (target.noise or target.dtype != torch.float32)
+        else "different",
         "at": found.index,
         "tokens": list(found.tokens),
         "gap": None if math.isinf(found.gap) else round(found.gap, 6),
@@ -89,7 +92,7 @@ def first_difference(
     best = shapes[0].topk(2, dim=-1).indices
     noise = (_gaps(shapes[0], best) - _gaps(shapes[1], best)).abs().max()
     pair = torch.tensor([[one[index], other[index]]], device=best.device)
-    noise = noise.clamp(min=_spacing(float(shapes[0][-1, pair].abs().max()), target.dtype))
+    noise = noise.clamp(min=max(target.noise, _spacing(float(shapes[0][-1, pair].abs().max()), target.dtype)))
     gaps = torch.stack([_gaps(shape[-1:], pair)[0] for shape in shapes])
     scale = 1.0
     if temperature > 0:

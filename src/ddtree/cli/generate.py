@@ -46,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
 def _answer(model: Model, text: str, args: argparse.Namespace) -> Result:
     """Write the answer to standard output."""
     chosen = options.generation_options(args)
-    if args.logprobs is not None:
-        chosen["logprobs"] = args.logprobs
     prompt: str | list[dict[str, str]] = text
     if options.is_chat(args, model):
         system = [{"role": "system", "content": args.system}] if args.system else []

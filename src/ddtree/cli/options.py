@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ddtree.errors import ConfigError
@@ -15,11 +16,6 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Options of the commands that are named like the parameters of `Model.generate`.
-_SAMPLING = (
-    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words",
-    "min_tokens", "stop", "stop_token_ids", "seed",
-)  # fmt: skip
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
@@ -110,15 +106,16 @@ def quiet_transformers(debug: bool) -> None:
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `Model.generate` that the options give."""
-    chosen = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-    temperature = args.temperature
-    if temperature is None:
-        temperature = 1.0 if {"top_k", "top_p", "min_p", "seed"} & set(chosen) else 0.0
+    """Return the arguments of `Model.generate` that the options give; options and parameters have the same names."""
+    from ddtree.sampling.params import SamplingParams
+
+    names = [*(field.name for field in fields(SamplingParams)), "method", "budget", "depth"]
+    chosen = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     if args.logit_bias:
         chosen["logit_bias"] = _biases(args.logit_bias)
-    others = {name: getattr(args, name) for name in ("max_tokens", "ignore_eos", "method", "budget", "depth")}
-    return {**chosen, "temperature": temperature, **others}
+    if args.temperature is None:
+        chosen["temperature"] = 1.0 if {"top_k", "top_p", "min_p", "seed"} & set(chosen) else 0.0
+    return chosen
 
 
 def is_chat(args: argparse.Namespace, model: Model) -> bool:

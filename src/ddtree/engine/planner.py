@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +17,8 @@ from ddtree.sampling.sampler import Sampler
 from ddtree.stats import Clock
 from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
 from ddtree.tree.tree import check_range
+
+_log = logging.getLogger(__name__)
 
 
 def check_drafting(method: AutoMethod, budget: AutoBudget, depth: int) -> None:
@@ -145,12 +149,13 @@ class Planner:
         places = range(len(rows)) if places is None else places
         asked = [rows[place] for place in places]
         requests = [text.request for text in asked]
+        choices = [request.fixed() for request in requests]
         policy = self.policy if any(request.automatic for request in requests) else None
-        if policy is None:
-            choices = [request.fixed() for request in requests]
-        else:
+        if policy is not None:
             contexts = [len(text.tokens) - 1 for text in asked]
-            choices = policy.plan(requests, contexts, [text.fresh for text in asked])
+            with self._guarded():
+                choices = policy.plan(requests, contexts, [text.fresh for text in asked])
+            policy = self.policy
         drafts = [DraftRow(text.tokens, 0, 0) for text in rows]
         for place, choice in zip(places, choices, strict=True):
             drafts[place] = self._row(rows[place], choice, most)
@@ -167,7 +172,8 @@ class Planner:
                     choice.arm == OFF or (drafts[place].depth == request.depth and place not in lagging)
                     for place, choice, request in zip(places, choices, requests, strict=True)
                 ]
-                tree = policy.cut(tree, lambda: self._proposals(places), whole)
+                with self._guarded():
+                    tree = policy.cut(tree, lambda: self._proposals(places), whole)
         return Plan(choices, tree, policy is not None)
 
     def learn(
@@ -175,7 +181,19 @@ class Planner:
     ) -> None:
         """Tell the policy the outcome of a round: each row's accepted path, the tokens chosen along it, the time."""
         if plan.decided and self.policy is not None:
-            self.policy.learn(plan.tree, paths, answers, seconds)
+            with self._guarded():
+                self.policy.learn(plan.tree, paths, answers, seconds)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Go on without a policy that raises: it decides about speed only."""
+        try:
+            yield
+        except Exception as error:
+            self.policy = None
+            _log.warning(
+                "auto cannot decide any more, and drafts trees of %s nodes: %s", UNMEASURED_BUDGET, error
+            )
 
     def _row(self, text: Text, choice: Choice, most: int) -> DraftRow:
         if choice.arm == OFF or most < 1:

@@ -10,12 +10,8 @@ from torch import nn
 
 from ddtree.errors import ConfigError, check_whole, is_whole
 
-TREE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+TREE_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers whose state is keys and values by token, so that rejected tokens can be cut off."""
-TESTED = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo", "gpt_oss"}
-)
-"""Families whose trees the test suite checks against plain decoding. Others are probed when they are loaded."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 """Names of the cache in calls and outputs, the newest first; the last two are those of recurrent models."""
 _CONTEXT_NAMES = ("max_position_embeddings", "max_target_positions", "max_seq_len", "n_positions")
@@ -25,7 +21,10 @@ UNLIMITED = 2**31 - 1
 
 
 def why_no_tree(model: Any) -> str | None:
-    """Return why draft trees cannot be verified on a `PreTrainedModel`, naming the layer type; None when they can."""
+    """Return why draft trees cannot be verified on a `PreTrainedModel`, naming the layer type.
+
+    None when its config does not tell; `Target` then runs the model to see.
+    """
     config = model.config.get_text_config()
     name = type(model).__name__
     if _has_soft_prompts(model):
@@ -36,15 +35,11 @@ def why_no_tree(model: Any) -> str | None:
         return f"{name} is an encoder-decoder"
     if getattr(config, "num_kv_shared_layers", 0):
         return f"{name} shares key/value caches between layers"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    kinds = set(getattr(config, "layer_types", None) or [])
     if kinds - TREE_LAYERS:
         return f"{name} has {', '.join(sorted(kinds - TREE_LAYERS))} layers, whose state cannot be cut back"
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not kinds:
         return f"{name} keeps a recurrent state, which cannot be cut back"
-    if getattr(config, "use_bidirectional_attention", None):
-        return f"{name} attends bidirectionally"
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{name} does not use transformers' attention interface, so it cannot take a tree mask"
     if not decoder_layers(model):
         return f"{name} keeps its decoder layers where they are not found"
     return None
@@ -58,10 +53,13 @@ def _has_soft_prompts(model: Any) -> bool:
 
 
 def decoder_layers(model: Any) -> Any:
-    """Return a causal LM's decoder layers, first to last; empty where they have none of the usual names."""
-    decoder = model.get_decoder()
-    found = (getattr(decoder, name, None) for name in ("layers", "h"))
-    return next((layers for layers in found if isinstance(layers, nn.ModuleList)), [])
+    """Return a causal LM's decoder layers, first to last: the first list of modules that is as long as the config says.
+
+    Empty where there is none.
+    """
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    parts = (part for root in (model.get_decoder(), model) for part in root.modules())
+    return next((part for part in parts if isinstance(part, nn.ModuleList) and len(part) == count), [])
 
 
 def context_limit(model: Any, wanted: int | None) -> int:

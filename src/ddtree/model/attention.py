@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -150,12 +151,20 @@ def attention(
         UnsupportedModelError: the model hands no visibility on, or runs in another thread than ours.
     """
     visibility: Visibility | None = kwargs.get(KWARG)
+    if _masks is not None:
+        _masks.given[module] = attention_mask
+        return _repeat(value, query.shape[1] // key.shape[1]).transpose(1, 2).contiguous(), None
     if visibility is None:
         _check_thread()
         raise UnsupportedModelError(
             f"{type(module).__name__} does not forward keyword arguments to its attention function, so no draft "
             'tree can be verified; use drafter="none" for plain decoding'
         )
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} makes an attention mask of its own, which a draft tree's cannot replace"
+        )
+    sliding_window = _windows.get(module, sliding_window)
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scored, causal = softcap is not None or s_aux is not None, visibility.is_causal(sliding_window)
@@ -168,7 +177,7 @@ def attention(
     else:
         kernel = _steady if needs_steadying(query.device, query.dtype) else fused
         out = grouped(query, key, value, lambda fold: visibility.bias(sliding_window, fold), scale, kernel)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
@@ -257,9 +266,79 @@ def _scored(
     return weights.to(value.dtype) @ value
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
+class _RecordedMasks:
+    """The masks that a model asks transformers for in one forward, and which of them each attention module is given.
+
+    A mask is handed on as a tensor of one number, its place in `asked`.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.given: dict[nn.Module, Tensor | None] = {}
+
+    def ask(self, arguments: dict[str, Any]) -> Tensor:
+        """Note a mask's arguments; return what stands for it."""
+        self.asked.append(arguments)
+        return torch.full((1, 1, 1, 1), float(len(self.asked) - 1))
+
+
+_masks: _RecordedMasks | None = None
+"""The masks of the forward that `record_windows` runs."""
+_windows: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
+"""The window of each attention module, as its model's own mask has it; None for full attention."""
+
+
+@torch.inference_mode()
+def record_windows(model: Any, configs: list[Any]) -> dict[nn.Module, int | None]:
+    """Run a model on four tokens; return the window of the mask that each of its attention modules is given.
+
+    From then on `attention` obeys these. Configs and arguments do not tell: some models have a window in their mask
+    alone. None is full attention.
+
+    Raises:
+        UnsupportedModelError: a mask is another one than a full or sliding causal one.
+    """
+    global _masks
+    ids = torch.tensor([[1, 2, 3, 4]], device=model.get_input_embeddings().weight.device)
+    with using(configs):
+        _masks = _RecordedMasks()
+        try:
+            model(input_ids=ids, use_cache=False)
+            recorded = _masks
+        finally:
+            _masks = None
+    for module, mask in recorded.given.items():
+        if mask is not None and mask.numel() > 1:
+            raise UnsupportedModelError(f"{type(module).__name__} makes an attention mask of its own")
+        if mask is not None:
+            _windows[module] = _window(module, recorded.asked[int(mask)])
+    return {module: _windows.get(module) for module in recorded.given}
+
+
+def _window(module: nn.Module, mask: dict[str, Any]) -> int | None:
+    """Return the sliding window of a mask that transformers is asked for; None for full causal attention."""
+    size = mask.get("local_size")
+    far = 10_000 + 3 * (size or 0)
+
+    def sees(query: int, key: int) -> bool:
+        return bool(mask["mask_function"](*(torch.tensor(index) for index in (0, 0, query, key))))
+
+    if sees(5, 6):
+        raise UnsupportedModelError(f"{type(module).__name__} attends bidirectionally")
+    if size is None and all(sees(far, key) for key in (0, 1, far // 2, far)):
+        return None
+    # A chunk sees less than a window of its size from some positions, a window as much from all.
+    if size and all(sees(q, q - size + 1) and not sees(q, q - size) for q in (far, far + 1, far + size // 2)):
+        return int(size)
+    raise UnsupportedModelError(
+        f"{type(module).__name__} has a mask that is neither full nor a sliding window"
+    )
+
+
+def _no_mask(*_: Any, **arguments: Any) -> Tensor | None:
     """Return no mask for a forward of ours, which needs none; refuse those of others, which must not run with none."""
     _check_thread()
+    return None if _masks is None else _masks.ask(arguments)
 
 
 AttentionInterface.register(NAME, attention)

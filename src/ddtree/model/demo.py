@@ -44,7 +44,7 @@ _SETTLED = 2.0
 """Seconds, more than a tick of any disk's clock: a change within the tick of a comparison would not show."""
 _ASSETS = Path(__file__).parents[1] / "assets"
 FILES = _ASSETS / "demo_target"
-"""Config, chat template and notice of the checkpoint; tokenizer and weights are made of the GGUF."""
+"""Config and notice of the checkpoint; chat template, tokenizer and weights are made of the GGUF."""
 
 
 def resolve(name: str | Path) -> str:
@@ -209,6 +209,8 @@ def convert(source: Path, folder: Path) -> None:
         ) from error
     shutil.copytree(FILES, folder)
     reader = GGUFReader(source)
+    template = reader.fields["tokenizer.chat_template"].contents()
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     _tokenizer(reader).save(str(folder / "tokenizer.json"))
     save_file(_weights(reader, folder), folder / "model.safetensors", metadata={"format": "pt"})
 

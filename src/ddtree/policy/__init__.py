@@ -75,9 +75,10 @@ class Request:
         return self.method == "auto" or self.budget == "auto"
 
     def fixed(self) -> Choice:
-        """Return how to draft for a request that leaves nothing to decide."""
-        assert self.method != "auto" and self.budget != "auto"
-        return Choice(OFF if self.method == "off" else Arm(self.method, self.members), self.budget)
+        """Return how to draft where no policy decides: "auto" is a tree of 16 nodes."""
+        method: Method = "tree" if self.method == "auto" else self.method
+        budget = UNMEASURED_BUDGET if self.budget == "auto" else self.budget
+        return Choice(OFF if method == "off" else Arm(method, self.members), budget)
 
     def arms(self) -> list[Arm]:
         """Return its arms: all its drafters first, then, with "auto", each alone, and last "off"."""

@@ -50,7 +50,7 @@ def key(target: Any, drafter: Any = None) -> Key:
         "target": target.config.model_type,
         "target_config": _digest(config),
         "drafters": [f"{name} ({size:,} weights)" for name, size in sizes.items()],
-        "weights": _digest([weight.detach().reshape(-1)[:_VALUES].float().tolist() for weight in weights]),
+        "weights": _digest([_values(weight) for weight in weights]),
         "context": min(_LONGEST, target.max_context),
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -161,6 +161,14 @@ def _networks(drafter: Any) -> list[torch.nn.Module]:
     held = [*vars(drafter).values(), *vars(getattr(drafter, "backbone", object)).values()]
     found = (value for own in held if isinstance(value := getattr(own, "model", own), torch.nn.Module))
     return list(dict.fromkeys(found))
+
+
+def _values(weight: torch.Tensor) -> Any:
+    """Return the first values of a weight; its size and kind where it holds none that can be read (quantized ones)."""
+    try:
+        return weight.detach().reshape(-1)[:_VALUES].float().tolist()
+    except Exception:
+        return [type(weight).__name__, *weight.shape]
 
 
 def _digest(values: Any) -> str:

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: fields, ranges, errors."""
+"""Sampling parameters: fields, ranges and errors of a request's, and those that a model's own config sets."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow, and the noise no longer matters."""
 
 MAX_TOKEN = 2**31 - 1
+MODEL_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of the same name and meaning in `SamplingParams`."""
+_UNSUPPORTED = (
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "begin_suppress_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "sequence_bias", "typical_p",
+    "epsilon_cutoff", "eta_cutoff", "top_h", "guidance_scale", "watermarking_config", "min_length", "min_new_tokens",
+    "stop_strings", "num_beams", "penalty_alpha", "dola_layers",
+)  # fmt: skip
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {}, ())
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
@@ -71,6 +80,7 @@ def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must map token ids to numbers, not {value!r}")
     bias: dict[int, float] = {}
@@ -141,7 +151,7 @@ class SamplingParams:
         stop: a string or strings that end the sequence; kept as a tuple.
         include_stop: leave the stop string in the text.
         max_tokens: most tokens to generate.
-        seed: 0 to 2**63 - 1, or None for a fresh one (`with_seed`).
+        seed: 0 to 2**63 - 1, or None or -1 for a fresh one (`with_seed`).
         logprobs: None, or how many most likely tokens to report beside each chosen one, 0 to 1000.
         prompt_logprobs: the same of the prompt's tokens. The prompt is then processed whole, without the prefix
             cache.
@@ -162,14 +172,14 @@ class SamplingParams:
     repetition_penalty: float = field(default=1.0, metadata=_checked(_real, 1e-3, 1e3))
     presence_penalty: float = field(default=0.0, metadata=_checked(_real, -2.0, 2.0))
     frequency_penalty: float = field(default=0.0, metadata=_checked(_real, -2.0, 2.0))
-    logit_bias: dict[int, float] = field(default_factory=dict, metadata=_checked(_logit_bias, none={}))
+    logit_bias: dict[int, float] = field(default_factory=dict, metadata=_checked(_logit_bias))
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), metadata=_checked(_bad_words, none=()))
     min_tokens: int = field(default=0, metadata=_checked(_integer, 0, MAX_TOKEN))
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=_checked(_token_ids, none=()))
     stop: tuple[str, ...] = field(default=(), metadata=_checked(_stop_strings, none=()))
     include_stop: bool = field(default=False, metadata=_checked(_switch))
     max_tokens: int = field(default=256, metadata=_checked(_integer, 1, MAX_TOKEN))
-    seed: int | None = field(default=None, metadata=_checked(_integer, 0, MAX_SEED - 1, none=None))
+    seed: int | None = field(default=None, metadata=_checked(_integer, -1, MAX_SEED - 1, none=None))
     logprobs: int | None = field(default=None, metadata=_checked(_integer, 0, 1000, none=None))
     prompt_logprobs: int | None = field(default=None, metadata=_checked(_integer, 0, 1000, none=None))
     ignore_eos: bool = field(default=False, metadata=_checked(_switch))
@@ -180,6 +190,8 @@ class SamplingParams:
         for own in fields(self):
             object.__setattr__(self, own.name, own.metadata["check"](own.name, getattr(self, own.name)))
         object.__setattr__(self, "top_k", max(0, self.top_k))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
 
@@ -221,3 +233,43 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         worst = max(tokens, default=0)
         if worst >= vocab_size:
             raise ConfigError(f"{name} names token {worst}, but the model's ids end at {vocab_size - 1}")
+
+
+def read_generation_config(model: Any, vocab_size: int) -> tuple[dict[str, Any], list[str]]:
+    """Read the sampling defaults of a transformers model's generation config.
+
+    Args:
+        model: has a `generation_config`, or None there.
+        vocab_size: V; token ids from it on are out of range.
+
+    Returns:
+        Fields of `SamplingParams`: those of `MODEL_FIELDS`, `bad_words` (from `bad_words_ids` and `suppress_tokens`),
+        `max_tokens` (from `max_new_tokens`); and a sentence for each setting that is ignored, because it is out of
+        range or asks for what there is not.
+    """
+    config = getattr(model, "generation_config", None)
+    given = config.to_diff_dict() if config is not None else {}
+    banned = [*(given.get("bad_words_ids") or []), *([token] for token in given.get("suppress_tokens") or [])]
+    wanted: dict[str, tuple[str, Any]] = {
+        **{name: (name, given.get(name)) for name in MODEL_FIELDS},
+        "max_new_tokens": ("max_tokens", given.get("max_new_tokens")),
+        "bad_words_ids or suppress_tokens": ("bad_words", banned or None),
+    }
+    fields: dict[str, Any] = {}
+    ignored = []
+    for source, (name, value) in wanted.items():
+        if value is None:
+            continue
+        try:
+            checked = replace(SamplingParams(), **{name: value})
+            if any(token >= vocab_size for word in checked.bad_words for token in word):
+                raise ConfigError(f"bad_words names a token beyond the model's {vocab_size}")
+        except ConfigError as error:
+            ignored.append(f"{source} of generation_config.json is ignored: {error}")
+        else:
+            fields[name] = getattr(checked, name)
+    for name in _UNSUPPORTED:
+        value = given.get(name)
+        if not any(value == neutral for neutral in _NEUTRAL):
+            ignored.append(f"{name} of generation_config.json is ignored: ddtree has no such processing")
+    return fields, ignored

@@ -11,9 +11,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from ddtree.engine.detokenizer import bad_word_ids
-from ddtree.sampling.generation_config import SAMPLING
 from ddtree.sampling.noise import MAX_SEED
-from ddtree.sampling.params import MAX_TOKEN, SamplingParams
+from ddtree.sampling.params import MAX_TOKEN, MODEL_FIELDS, SamplingParams
 from ddtree.server.http import ApiError, invalid_value, unsupported
 
 MAX_PROMPTS = 4096
@@ -22,7 +21,7 @@ _MAX_CHARACTERS = 1024  # of a stop string or bad word
 # Most entries of fields that cost time at every token.
 _MAX_ENTRIES = {"stop": 64, "bad_words": 64, "stop_token_ids": 1024, "logit_bias": 4096}
 _SAME_NAME = {
-    *SAMPLING, "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "stop",
+    *MODEL_FIELDS, "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "stop",
     "ignore_eos", "skip_special_tokens",
 }  # fmt: skip
 
