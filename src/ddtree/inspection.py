@@ -29,8 +29,9 @@ from ddtree.drafters.draft_model import check_vocabulary
 from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError, DDTreeError, first_line
 from ddtree.model import pretrained
+from ddtree.model.architectures import UNLIMITED, context_limit, eos_ids, why_no_tree
 from ddtree.model.demo import NAME as DEMO
-from ddtree.model.target import Target, eos_ids, why_no_tree
+from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN
 
 Facts = list[tuple[str, str]]
@@ -177,12 +178,12 @@ def read_target(name: str) -> TargetFacts:
     vocabulary = model.get_output_embeddings().weight.shape[0]
     template = "with" if getattr(tokenizer, "chat_template", None) else "no"
     words = "" if tokenizer is None else f"{len(tokenizer)} tokens, {template} chat template"
-    reason = why_no_tree(model)
+    reason, context = why_no_tree(model), context_limit(model, None)
     facts = [("folder", place)] if Path(place).is_dir() and place != name else []
     facts += [
         ("model", f"{type(model).__name__}, {size:,.1f} M parameters"),
         ("layers", f"{layers}; hidden size {text.hidden_size}, vocabulary {vocabulary}"),
-        ("context", f"{getattr(text, 'max_position_embeddings', None) or 'unlimited'} tokens"),
+        ("context", f"{'unlimited' if context == UNLIMITED else context} tokens"),
         ("weights", _weights(name, place, config, model)),
         ("tokenizer", words or "none: prompts are token ids"),
         ("draft trees", f"no: {reason}; decoded autoregressively" if reason else "can be verified"),

@@ -16,7 +16,8 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 """Names of the cache in calls and outputs, the newest first; the last two are those of recurrent models."""
 _CONTEXT_NAMES = ("max_position_embeddings", "max_target_positions", "max_seq_len", "n_positions")
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
-_UNLIMITED = 2**31 - 1
+UNLIMITED = 2**31 - 1
+"""The context of a model that has no end."""
 
 
 def why_no_tree(model: Any) -> str | None:
@@ -74,7 +75,7 @@ def context_limit(model: Any, wanted: int | None) -> int:
     """
     config = model.config.get_text_config()
     sizes = (getattr(config, name, None) for name in _CONTEXT_NAMES)
-    own = next((size for size in sizes if is_whole(size) and size > 0), _UNLIMITED)
+    own = next((size for size in sizes if is_whole(size) and size > 0), UNLIMITED)
     for rope in _ropes(config):
         kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
         if kind in ("yarn", "linear") and own <= (original or own):
@@ -102,7 +103,7 @@ def extrapolates(config: Any) -> bool:
 def _learned_positions(model: Any) -> int:
     """Return how many positions a learned table has for text, where a model counts them from after its padding id."""
     if "position_ids" in inspect.signature(model.forward).parameters:
-        return _UNLIMITED
+        return UNLIMITED
     left = [
         part.num_embeddings - part.padding_idx - 1
         for name, part in model.named_modules()
@@ -110,7 +111,7 @@ def _learned_positions(model: Any) -> int:
         and name.endswith("position_embeddings")
         and part.padding_idx is not None
     ]
-    return min(left, default=_UNLIMITED)
+    return min(left, default=UNLIMITED)
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

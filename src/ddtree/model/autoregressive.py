@@ -24,9 +24,10 @@ _STEPS = 4
 """Tokens that a model must continue a text by just as its own `generate` does."""
 _PLAINLY: dict[str, Any] = {
     "use_cache": True, "cache_implementation": None, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": None,
-    "prompt_lookup_num_tokens": None, "stop_strings": None, "eos_token_id": None, "token_healing": False,
+    "min_length": 0, "min_new_tokens": None, "prompt_lookup_num_tokens": None, "stop_strings": None,
+    "eos_token_id": None, "token_healing": False,
 }  # fmt: skip
-"""Options that a model's generation_config.json may set, and that say how to search, which is our part."""
+"""What a model's generation_config.json may say of how to search and when to stop, which is our part."""
 _checked: WeakSet[torch.nn.Module] = WeakSet()
 """Models that were compared with their own `generate`, so that they are not again for every call."""
 

@@ -47,9 +47,9 @@ class HuggingFaceTarget(TargetWeights):
         self.config = model.config.get_text_config()
         self.embed: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
-        # In the weight's place torch.ao's quantized layers have a function.
-        weight = self.head.weight
-        self.vocab_size: int = self.config.vocab_size if callable(weight) else weight.shape[0]
+        weight = getattr(self.head, "weight", None)
+        # Quantized heads may hold their weight behind a function.
+        self.vocab_size: int = weight.shape[0] if isinstance(weight, Tensor) else self.config.vocab_size
         # The configs of a few models that take no drafter (BLT) do not say.
         self.hidden_size: int = getattr(self.config, "hidden_size", 0)
         self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
