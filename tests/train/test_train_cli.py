@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ddtree.cli import main
 from ddtree.drafters.dflash.checkpoint import read
@@ -15,7 +16,7 @@ from ddtree.drafters.dflash.head_checkpoint import read_head
 from ddtree.drafters.ngram_table import NgramTable
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.train.cli import add_arguments, run
-from ddtree.train.data import shard_indices, shard_path
+from ddtree.train.data import Corpus, read_shard, shard_indices, shard_path, write_shard
 from ddtree.train.jobs import build_heads
 
 EOS = 5
@@ -158,6 +159,67 @@ def test_finished_steps_are_not_done_again(target, work):
 def test_a_step_without_the_one_before_says_which(target, tmp_path, step, message):
     with pytest.raises(CheckpointError, match=message):
         run(arguments(target, tmp_path, step))
+
+
+def changed(target, folder, change):
+    """A copy of a target whose tensors, or whose tokenizer config, a function changes."""
+    shutil.copytree(target, folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    change(model, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def other_weights(model, tokenizer):
+    model.model.norm.weight.data += 0.5
+
+
+def other_template(model, tokenizer):
+    tokenizer.chat_template += " "
+
+
+@pytest.mark.parametrize(("change", "what"), [(other_weights, "weights"), (other_template, "chat template")])
+def test_a_work_folder_of_another_target_is_refused_with_both_names(target, work, tmp_path, change, what):
+    other = changed(target, tmp_path / "other", change)
+    with pytest.raises(
+        ConfigError, match=rf"training of {target}, not of {other} \({what}\).*--work.*--fresh"
+    ):
+        run(arguments(other, work, "fit"))
+    assert shard_indices(work / "answers")
+    run(arguments(other, work, "synthesize", "--fresh"))
+    assert json.loads((work / "target.json").read_text())["name"] == str(other)
+
+
+def test_a_template_with_todays_date_stays_at_the_day_on_which_the_folder_was_begun(
+    target, tmp_path, monkeypatch
+):
+    def dated(model, tokenizer):
+        # A day in letters that the tiny vocabulary has, whatever the day is.
+        day = "{{ 'bos' if strftime_now('%Y') == '2020' else '' }}"
+        tokenizer.chat_template = day.replace("bos", tokenizer.decode([7])) + tokenizer.chat_template
+
+    folder, work = changed(target, tmp_path / "dated", dated), tmp_path / "work"
+    run(arguments(folder, work, "synthesize", "--tokens=100"))
+    note = json.loads((work / "target.json").read_text())
+    today = read_shard(shard_path(work / "answers", 0))[0]
+    (work / "target.json").write_text(json.dumps(note | {"began": "2020-05-01T10:00:00+00:00"}))
+    shutil.rmtree(work / "answers")
+    run(arguments(folder, work, "synthesize", "--tokens=100"))
+    assert read_shard(shard_path(work / "answers", 0))[0] == [7, *today]
+
+
+def test_shards_of_several_days_are_not_mixed(work):
+    prefix, conversations = read_shard(shard_path(work / "answers", 0))
+    write_shard(shard_path(work / "answers", 90), [9, *prefix], conversations)
+    with pytest.raises(CheckpointError, match=r"shard00090\.npz begins with another chat template"):
+        Corpus(work / "answers")
+
+
+def test_a_damaged_note_of_the_work_folder_is_named(target, work):
+    (work / "target.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"target\.json is damaged .*--fresh"):
+        run(arguments(target, work, "fit"))
 
 
 def test_a_target_that_is_not_there_is_named(tmp_path):

@@ -43,14 +43,11 @@ def key(target: Any, drafter: Any = None) -> Key:
     """
     networks = {part.name: _networks(part) for part in parts_of(drafter)}
     sizes = {name: sum(w.numel() for net in own for w in net.parameters()) for name, own in networks.items()}
-    every = [target.model, *(network for own in networks.values() for network in own)]
-    weights = [weight for network in every for weight in network.parameters() if not weight.is_meta]
-    config = {name: value for name, value in target.config.to_dict().items() if name not in _IDLE}
     return {
         "target": target.config.model_type,
-        "target_config": _digest(config),
+        "target_config": config_digest(target.config),
         "drafters": [f"{name} ({size:,} weights)" for name, size in sizes.items()],
-        "weights": _digest([_values(weight) for weight in weights]),
+        "weights": weights_digest(target.model, *(network for own in networks.values() for network in own)),
         "context": min(_LONGEST, target.max_context),
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -59,9 +56,20 @@ def key(target: Any, drafter: Any = None) -> Key:
     }
 
 
+def config_digest(config: Any) -> str:
+    """Return a short name of what a forward pass depends on in a transformers config."""
+    return digest({name: value for name, value in config.to_dict().items() if name not in _IDLE})
+
+
+def weights_digest(*networks: torch.nn.Module) -> str:
+    """Return a short name that tells networks of one shape apart, made of a few values of each weight."""
+    weights = (weight for network in networks for weight in network.parameters() if not weight.is_meta)
+    return digest([_values(weight) for weight in weights])
+
+
 def latency_file(wanted: Key) -> Path:
     """Return the file of a key's latency table."""
-    return cache_folder() / "latency" / f"{wanted['target']}-{_digest(_timed(wanted))}.json"
+    return cache_folder() / "latency" / f"{wanted['target']}-{digest(_timed(wanted))}.json"
 
 
 def load(wanted: Key) -> LatencyTable | None:
@@ -99,7 +107,7 @@ def obtain(wanted: Key, measure: Callable[[], LatencyTable]) -> LatencyTable:
 def acceptance_file(wanted: Key) -> Path:
     """Return the file of a pair's acceptance in the user's cache; it does not depend on the machine."""
     pair = {name: wanted[name] for name in ("target", "target_config", "drafters", "weights")}
-    return cache_folder() / "acceptance" / f"{wanted['target']}-{_digest(pair)}.json"
+    return cache_folder() / "acceptance" / f"{wanted['target']}-{digest(pair)}.json"
 
 
 def load_acceptance(file: Path) -> dict[str, Acceptance]:
@@ -171,7 +179,7 @@ def _values(weight: torch.Tensor) -> Any:
         return [type(weight).__name__, *weight.shape]
 
 
-def _digest(values: Any) -> str:
+def digest(values: Any) -> str:
     """Return a short name of JSON values."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

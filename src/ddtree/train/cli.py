@@ -9,7 +9,7 @@ from pathlib import Path
 from ddtree.errors import ConfigError
 from ddtree.model.pretrained import choose_device, load_causal_lm
 from ddtree.model.target import Target
-from ddtree.train import steps
+from ddtree.train import steps, work_folder
 from ddtree.train.arguments import TrainConfig, add_options
 from ddtree.train.distributed import Group, local_device, wants_fsdp
 from ddtree.train.evaluate import EvaluationOptions
@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target", default="demo", help="checkpoint folder or hub id (default: demo)")
     parser.add_argument("--work", type=Path, default=Path("ddtree-train"), help="folder for data and state")
+    parser.add_argument(
+        "--fresh", action="store_true", help="begin anew: delete what an earlier training left in WORK"
+    )
     parser.add_argument("--out", type=Path, help="folder of the finished drafter (default: WORK/export)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cuda, mps or cpu (default: cpu)")
@@ -78,14 +81,19 @@ def run(args: argparse.Namespace) -> int:
             "FSDP trains: run the steps fit and heads with it, each by itself, and others without"
         )
     loaded = None
+    made_with: dict[str, str] = {}
     if not set(chosen) <= _WITHOUT_TARGET:
         # Before the processes meet: afterwards transformers may let the first of them alone load.
         loaded = load_causal_lm(args.target, "cpu" if sharded else device, args.dtype)
+        made_with = work_folder.describe(*loaded)
     group = Group.join(device, sharded)
     try:
         if loaded and sharded:
             group.shard_target(loaded[0], device)
         target = Target(*loaded, graphs=not sharded) if loaded else None
+        if target and group.main:
+            work_folder.prepare(args.work, args.target, made_with, args.fresh)
+        group.wait()
         for step in chosen:
             if group.main or step in _IN_ALL_PROCESSES:
                 _STEPS[step](args, target, group)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from ddtree.prompts import check_text
 from ddtree.train.data import Conversation
 
 _SENTINEL = "@@user-text@@"
+# How templates write today's date, with a function that transformers gives them.
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,15 @@ class ChatTemplate:
     Attributes:
         prefix: tokens before the message.
         middle: tokens after it, up to where the answer begins; the first one ends the message.
+        day: time that the template is rendered as of, where it writes today's date; None for now.
     """
 
     prefix: list[int]
     middle: list[int]
+    day: datetime | None = None
 
     @staticmethod
-    def of(tokenizer: Any) -> ChatTemplate:
+    def of(tokenizer: Any, day: datetime | None = None) -> ChatTemplate:
         """Cut the tokenizer's template around the user's text.
 
         Raises:
@@ -43,11 +49,11 @@ class ChatTemplate:
             raise ConfigError(
                 "the tokenizer has no chat template, so the target cannot write user turns itself"
             )
-        before, _, after = _render(tokenizer, _SENTINEL).partition(_SENTINEL)
+        before, _, after = _render(tokenizer, _SENTINEL, day).partition(_SENTINEL)
         if not before or not after:
             raise ConfigError("the target's chat template does not keep the user's text whole")
         prefix, middle = (tokenizer.encode(part, add_special_tokens=False) for part in (before, after))
-        return ChatTemplate(prefix, middle)
+        return ChatTemplate(prefix, middle, day)
 
 
 def read_user_messages(path: Path) -> list[str]:
@@ -87,9 +93,9 @@ def encode_user_messages(
     left_out = Counter({"duplicate turn": len(texts) - len(distinct)})
     before, after = template.prefix, template.middle
     messages = []
-    for ids in tokenizer([_render(tokenizer, text) for text in distinct], add_special_tokens=False)[
-        "input_ids"
-    ]:
+    for ids in tokenizer(
+        [_render(tokenizer, text, template.day) for text in distinct], add_special_tokens=False
+    )["input_ids"]:
         message = ids[len(before) : len(ids) - len(after)]
         # A tokenizer may join the ends of a message with the template's text around it.
         if not message or ids[: len(before)] != before or ids[len(ids) - len(after) :] != after:
@@ -101,9 +107,16 @@ def encode_user_messages(
     return messages, +left_out
 
 
-def _render(tokenizer: Any, text: str) -> str:
-    messages = [{"role": "user", "content": text}]
-    rendered: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+def _render(tokenizer: Any, text: str, day: datetime | None) -> str:
+    template = tokenizer.chat_template
+    if isinstance(template, str) and day is not None:
+        template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
+    rendered: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        chat_template=template if isinstance(template, str) else None,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
     return rendered
 
 

@@ -150,7 +150,7 @@ class Corpus:
         held_out: indices of the others.
 
     Raises:
-        CheckpointError: the folder has no finished shard.
+        CheckpointError: the folder has no finished shard, or shards of several templates.
     """
 
     def __init__(self, folder: Path, held_out: float = 0.02) -> None:
@@ -164,8 +164,13 @@ class Corpus:
         self._prefix_features: Tensor | None = None
         fractions: dict[bytes, float] = {}
         for index in shard_indices(folder):
-            self.prefix, conversations = read_shard(shard_path(folder, index))
-            offset = 0
+            prefix, conversations = read_shard(shard_path(folder, index))
+            if self.prefix not in ([], prefix):
+                raise CheckpointError(
+                    f"{shard_path(folder, index)} begins with another chat template than the shards before it, which "
+                    "may hold another day's date: delete it and synthesize again"
+                )
+            self.prefix, offset = prefix, 0
             for conversation in conversations:
                 if (key := conversation.key) not in fractions:
                     fractions[key] = int.from_bytes(key, "big") / 2**64

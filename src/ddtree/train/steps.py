@@ -46,6 +46,7 @@ from ddtree.train.jobs import DrafterJob, HeadsJob, build_heads
 from ddtree.train.loss import LOSSES, Vocabulary
 from ddtree.train.trainer import Trainer
 from ddtree.train.training_log import HeldOutScore, ProgressLine, TrainProgressLine
+from ddtree.train.work_folder import ANSWERS, began
 
 _BATCH_SIZE, _CPU_BATCH_SIZE = 64, 2  # a CPU gains nothing from wide passes
 # A head sees the path, so the target's distribution there is its label; Domino's published recipe takes the tokens
@@ -91,9 +92,9 @@ class HeadOptions:
 def synthesize(args: argparse.Namespace, target: Target, group: Group) -> None:
     """Let the target write answers until there are enough, and print how many there are."""
     messages = read_user_messages(args.prompts) if args.prompts else None
-    template = ChatTemplate.of(target.tokenizer)
+    template = ChatTemplate.of(target.tokenizer, began(args.work))
     config = synthesis_config(args, target.device)
-    synthesizer = synthesizing.Synthesizer(target, template, args.work / "answers", config, messages)
+    synthesizer = synthesizing.Synthesizer(target, template, args.work / ANSWERS, config, messages)
     line = ProgressLine("synthesize", args.tokens, "answer tokens")
     summary = synthesizer.run(line.update)
     line.close()
@@ -108,7 +109,7 @@ def synthesis_config(args: argparse.Namespace, device: torch.device) -> synthesi
 
 def features(args: argparse.Namespace, target: Target, group: Group) -> None:
     """Store the features of all answers."""
-    store_features(Corpus(args.work / "answers"), target, feature_layers(target, args.draft_layers))
+    store_features(Corpus(args.work / ANSWERS), target, feature_layers(target, args.draft_layers))
 
 
 def store_features(corpus: Corpus, target: Target, layers: tuple[int, ...]) -> None:
@@ -130,7 +131,7 @@ def train_config(args: argparse.Namespace, device: torch.device) -> TrainConfig:
 def fit(args: argparse.Namespace, target: Target, group: Group) -> None:
     """Train the drafter, fit its noise coupling, and count the n-grams."""
     options = from_arguments(DrafterOptions, args)
-    corpus = Corpus(args.work / "answers")
+    corpus = Corpus(args.work / ANSWERS)
     layers = feature_layers(target, options.draft_layers)
     teacher = _teacher(options.features, target, corpus, layers, group)
     weight = head_weight(target)
@@ -187,7 +188,7 @@ def heads(args: argparse.Namespace, target: Target, group: Group) -> None:
     options = from_arguments(HeadOptions, args)
     if not options.heads:
         raise ConfigError(f"name the heads to train: --heads {' '.join(KINDS)}")
-    corpus = Corpus(args.work / "answers")
+    corpus = Corpus(args.work / ANSWERS)
     if not (args.work / DRAFTER / "config.json").exists():
         raise CheckpointError(f"{args.work / DRAFTER} is missing; run `ddtree train fit` first")
     checkpoint = read(args.work / DRAFTER)
@@ -244,7 +245,7 @@ def heads(args: argparse.Namespace, target: Target, group: Group) -> None:
 def evaluate(args: argparse.Namespace, target: Target, group: Group) -> None:
     """Replay all drafters of the work folder along held-out answers, as chains and trees."""
     options = from_arguments(EvaluationOptions, args)
-    corpus = Corpus(args.work / "answers")
+    corpus = Corpus(args.work / ANSWERS)
     summary = exporting.read_json(args.work / SUMMARY, "fit")
     drafters = load_drafters(args.work, target, second_pass=bool(summary["recipe"]["prefix_share"]))
     layers = drafters[DRAFTER].feature_layers
