@@ -158,32 +158,6 @@ def test_what_the_generation_config_says_of_search_is_no_part_of_plain_decoding(
         model.generation_config = before
 
 
-class QuantizedHead(nn.Module):
-    """A head of int8 inputs and weights, as torch.ao makes them: the weight is a function, the scale the call's own."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.scale = head.weight.detach().abs().max() / 127
-        self.int8 = (head.weight.detach() / self.scale).round()
-
-    def weight(self):
-        return self.int8 * self.scale
-
-    def forward(self, states):
-        scale = states.abs().max() / 127
-        return nn.functional.linear((states / scale).round(), self.int8) * scale * self.scale
-
-
-def test_a_quantized_head_is_decoded_plainly():
-    model = tiny.model()
-    model.lm_head = QuantizedHead(model.lm_head)
-    with ddtree.load(model) as loaded:
-        options = {"temperature": 0, "max_tokens": 30, "repetition_penalty": 1.3}
-        assert list(loaded.generate(PROMPTS[0], **options).token_ids) == theirs(model, PROMPTS[0])
-    with pytest.raises(UnsupportedModelError, match="quantizes what its head is given"):
-        ddtree.load(model, drafter="lookup")
-
-
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
 def test_offloaded_embeddings_are_given_ids_where_they_run(drafter):
     model = tiny.model()

@@ -29,8 +29,6 @@ def why_no_tree(model: Any) -> str | None:
     name = type(model).__name__
     if _has_soft_prompts(model):
         return f"{name} has soft prompts or other inputs that a wrapper adds"
-    if callable(getattr(model.get_output_embeddings(), "weight", None)):
-        return f"{name} quantizes what its head is given, by a scale that depends on the tokens beside it"
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
     if getattr(config, "num_kv_shared_layers", 0):
