@@ -35,7 +35,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Two workers of one thread each beat one of two: the models of the tests are tiny.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-.PHONY: demo test test-exhaustive test-oldest test-vllm environment browser lint format types size check clean
+.PHONY: demo test test-exhaustive test-oldest test-families test-vllm environment browser lint format types size check clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -55,6 +55,12 @@ OLDEST_TESTS = tests/model/test_target.py tests/engine/test_engine.py \
 test-oldest: $(OLDEST_STAMP)
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) -k "llama or not equality" $(OLDEST_TESTS)
+
+# All causal-LM families of the installed transformers as tiny models, half an hour; goes on where it stopped.
+FAMILIES = $(VENV)/families.jsonl
+test-families: $(DEV)
+	PYTHONPATH=tests HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/families/sweep.py run $(FAMILIES)
+	$(BIN)/python tests/families/sweep.py table $(FAMILIES)
 
 # The plugin inside vLLM's engine; never a part of `make test`. One thread, and one engine at a time.
 test-vllm: $(VLLM_VENV)/vllm.stamp

@@ -1,7 +1,7 @@
-"""Sweep all causal-LM families of the installed transformers: tiny models, against `generate` and plain forwards.
+"""Try all causal-LM families of the installed transformers: tiny models, against `generate` and plain forwards.
 
-python families.py run results.jsonl [FAMILY ...]     one JSON line a family; goes on where it stopped
-python families.py table results.jsonl                a Markdown table of the outcomes
+python tests/families/sweep.py run RESULTS [FAMILY ...]   one JSON line a family; goes on where it stopped
+python tests/families/sweep.py table RESULTS              a Markdown table of the outcomes
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 SECONDS = 120
 """A family that takes longer is stopped; most take 5 to 10 s on one core."""
+_WIDEST = 110
+"""Characters of a reason in the table."""
 BYTES = 5 * 2**30
 """Memory a family may take; with half of it the import of torch alone fails on some machines."""
 
@@ -32,10 +34,12 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "table":
         print(table(_results(path)))
         return 0
-    return run(path, arguments[2:])
+    run(path, arguments[2:])
+    bad = [result for result in _results(path) if _kind(result) in ("WRONG TEXT", "RAW EXCEPTION", "stopped")]
+    return 1 if bad else 0
 
 
-def run(path: Path, names: list[str]) -> int:
+def run(path: Path, names: list[str]) -> None:
     """Run the families named, or all that are not in the file yet, each in a process of its own; append outcomes."""
     import family_cases  # noqa: F401  imported once, before the processes part
     import torch
@@ -53,7 +57,6 @@ def run(path: Path, names: list[str]) -> int:
         with path.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(f"{result['seconds']:6.1f} s  {family}: {result['outcome']}", flush=True)
-    return 0
 
 
 def examine(family: str) -> dict[str, Any]:
@@ -101,23 +104,19 @@ def table(results: list[dict[str, Any]]) -> str:
     """Return a Markdown table of the outcomes, the last of each family, after their counts."""
     last = {result["family"]: result for result in results}
     kinds = Counter(_kind(result) for result in last.values())
-    lines = [", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), ""]
-    lines += [
-        "| family | class | outcome | 40 back | window | notes |",
-        "| --- | --- | --- | --: | --: | --- |",
+    lines = [
+        ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
+        "",
+        "| family | decoded | why |",
+        "| --- | --- | --- |",
     ]
     for family, result in sorted(last.items(), key=lambda item: (_kind(item[1]), item[0])):
-        ties = [
-            f"{case}: {what}"
-            for case, what in result.get("cases", {}).items()
-            if what.startswith(("near", "n/a", "ok ("))
-        ]
-        felt = result.get("window_felt")
-        cells = [
-            family, result["class"], result["outcome"], f"{result.get('far', 0):.2g}",
-            "" if felt is None else f"{felt:.2g}", "; ".join([*result.get("notes", []), *ties]),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        kind = _kind(result)
+        why = result["outcome"].removeprefix(kind).strip(" :")
+        why = (
+            why.removesuffix(")").removeprefix("(").split(": draft trees cannot")[0].split("; use drafter")[0]
+        )
+        lines.append(f"| {family} | {kind} | {why.split(' [')[0].replace('|', '/')[:_WIDEST]} |")
     return "\n".join(lines)
 
 
