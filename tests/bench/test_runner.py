@@ -210,7 +210,7 @@ def test_a_difference_in_float32_is_one_however_near_the_tie(target, monkeypatch
     monkeypatch.setattr("ddtree.bench.near_ties.first_difference", lambda *_: difference)
     found = verdict(target, [1], *answers, GREEDY)
     assert found == {"kind": "different", "at": 1, "tokens": [4, 9], "gap": 0.01, "noise": 0.02}
-    half = SimpleNamespace(dtype=torch.bfloat16)
+    half = SimpleNamespace(dtype=torch.bfloat16, noise=0.0)
     assert verdict(half, [1], *answers, GREEDY)["kind"] == "near-tie"
     difference.near_tie, difference.gap = False, float("inf")
     assert verdict(half, [1], *answers, GREEDY) | {"noise": 0} == {
