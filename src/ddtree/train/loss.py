@@ -227,7 +227,7 @@ def score_loss(
     sums = torch.stack([part.float() for part in parts])
     if not gradient:
         return sums, None
-    if part.teacher is not None:
+    if share and part.teacher is not None:
         derived.sub_(part.teacher, alpha=share)
     if share < 1:
         derived.scatter_add_(-1, index, torch.full_like(index, share - 1, dtype=derived.dtype))

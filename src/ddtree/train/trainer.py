@@ -267,8 +267,12 @@ class Trainer:
                 if name not in self.best or scores[name].loss < self.best[name].loss:
                     self.best[name], self._evaluations_without_gain = scores[name], 0
                     self._save(_state_of(module), f"{name}.pt")
-            # A copy, since on a CPU the state is the weights themselves, which get their own values back.
-            average = copy.deepcopy(_state_of(self._modules)) if self._average else None
+            # Copies, since on a CPU the state is the weights themselves, which get their own values back.
+            averages = {
+                name: copy.deepcopy(_state_of(module))
+                for name, module in self.job.modules.items()
+                if self._average
+            }
         state = {
             "settings": self._settings(),
             "step": self.step,
@@ -277,7 +281,7 @@ class Trainer:
             "best": {name: [best.loss, best.tau] for name, best in self.best.items()},
             "modules": _state_of(self._modules),
             "optimizer": get_optimizer_state_dict(self._modules, self._optimizer, options=_WHOLE),
-            "average": average,
+            "averages": averages,
         }
         self._save(state, STATE)
         self._group.wait()
@@ -303,7 +307,8 @@ class Trainer:
         self.best = {name: HeldOutScore(*values) for name, values in state["best"].items()}
         if self._average:
             # In the modules' place first: that is where a state is loaded into.
-            set_model_state_dict(self._modules, state["average"], options=_WHOLE)
+            for name, module in self.job.modules.items():
+                set_model_state_dict(module, state["averages"][name], options=_WHOLE)
             self._average.restart(self.step)
         set_model_state_dict(self._modules, state["modules"], options=_WHOLE)
         set_optimizer_state_dict(self._modules, self._optimizer, state["optimizer"], options=_WHOLE)
