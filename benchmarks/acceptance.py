@@ -30,7 +30,7 @@ from ddtree.prompts import encode
 from ddtree.sampling.noise import PLAIN, Noise
 from ddtree.sampling.params import SamplingParams
 from ddtree.stats import Clock
-from ddtree.train.data import Conversation, Example, make_example, read_shard, teacher_pass, write_shard
+from ddtree.train.data import Conversation, Example, make_examples, read_shard, write_shard
 from ddtree.train.evaluate import replay
 
 Sets = dict[float, list[tuple[int, Example]]]
@@ -177,12 +177,9 @@ def examples_of(file: Path, target: Target, layers: tuple[int, ...], limit: int)
         for place in [i for i, c in enumerate(conversations) if c.greedy == greedy][:limit]
     ]
     chosen = [conversations[place] for place in places]
-    texts = [prefix + [int(token) for token in c.tokens] for c in chosen]
-    features = teacher_pass(target, texts, layers)
     sets: Sets = {0.0: [], 1.0: []}
-    for place, conversation, own in zip(places, chosen, features, strict=True):
-        example = make_example(prefix, conversation, own)
-        sets[float(not conversation.greedy)].append((place, example))
+    for place, example in zip(places, make_examples(prefix, chosen, target, layers), strict=True):
+        sets[float(not example.greedy)].append((place, example))
     return sets
 
 

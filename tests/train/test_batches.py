@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import tiny
-from ddtree.train.batches import Batches, Draws, random_anchors, random_prefix_lengths
+from ddtree.train.arguments import TrainConfig
+from ddtree.train.batches import Batches, random_anchors, random_prefix_lengths
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
 
 
@@ -20,12 +21,9 @@ def corpus(tmp_path_factory):
     return Corpus(folder, held_out=0.1)
 
 
-def draws(**changes):
-    return Draws(**{"conversations": 8, "anchors": 16, "block": 4, **changes})
-
-
-def batches(corpus, **changes):
-    return Batches(corpus, draws(**changes), cached=False)
+def batches(corpus, multiple=1, **changes):
+    config = TrainConfig(**{"conversations": 8, "anchors": 16, **changes})
+    return Batches(corpus, config, block=4, cached=False, multiple=multiple)
 
 
 def test_a_batch_holds_its_conversations_with_anchors_in_their_answers(corpus):
@@ -102,8 +100,8 @@ def test_anchors_are_distinct_answer_positions_with_a_token_after_them():
 
 def test_prefix_lengths_are_truncated_geometric():
     anchors = np.zeros(60_000, np.int64)
-    settings = draws(block=6, prefix_share=0.5, prefix_decay=0.7)
-    known = random_prefix_lengths(anchors, 1000, settings, np.random.default_rng(0))
+    config = TrainConfig(prefix_share=0.5, prefix_decay=0.7)
+    known = random_prefix_lengths(anchors, 1000, 6, config, np.random.default_rng(0))
     shares = np.bincount(known, minlength=6) / len(known)
     expected = 0.7 ** np.arange(1, 5)
     np.testing.assert_allclose(shares[1:5], 0.5 * expected / expected.sum(), atol=0.01)
@@ -113,10 +111,11 @@ def test_prefix_lengths_are_truncated_geometric():
 
 def test_prefixes_leave_a_token_of_the_text_to_predict():
     anchors = np.arange(10, 20)
-    known = random_prefix_lengths(anchors, 21, draws(block=8, prefix_share=1.0), np.random.default_rng(0))
+    config = TrainConfig(prefix_share=1.0)
+    known = random_prefix_lengths(anchors, 21, 8, config, np.random.default_rng(0))
     assert (anchors + known + 1 <= 20).all()
     assert known[-1] == 0
 
 
 def test_no_prefixes_by_default():
-    assert not random_prefix_lengths(np.arange(10), 50, draws(), np.random.default_rng(0)).any()
+    assert not random_prefix_lengths(np.arange(10), 50, 4, TrainConfig(), np.random.default_rng(0)).any()

@@ -71,7 +71,7 @@ def test_attention_runs_over_a_few_blocks_at_a_time_and_gives_the_same():
     embedding = torch.randn(shape.vocab_size, shape.hidden_size)
     features = torch.randn(2, 80, len(shape.target_layer_ids), shape.hidden_size)
     states, blocks = block_states(net, embedding, many, features)
-    assert blocks.group == GROUP and blocks.mask.shape == (4, 4 * GROUP, many.context + 4 * GROUP)
+    assert blocks.mask.shape == (4, 4 * GROUP, many.context + 4 * GROUP)
     for place in range(2 * GROUP):
         one = batch(anchors[:, place : place + 1].tolist(), texts=texts)
         alone, _ = block_states(net, embedding, one, features)

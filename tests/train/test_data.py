@@ -12,13 +12,13 @@ from ddtree.model.target import Target
 from ddtree.train.data import (
     Conversation,
     Corpus,
-    draft_vocabulary,
     features_path,
     read_shard,
     shard_path,
     teacher_pass,
     write_shard,
 )
+from ddtree.train.initial import draft_vocabulary
 
 PREFIX = [1, 7, 9]
 

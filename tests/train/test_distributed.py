@@ -7,9 +7,14 @@ import sys
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ddtree.errors import ConfigError
 from ddtree.train.distributed import Group, gradients, local_device, wants_fsdp
+from ddtree.train.trainer import MovingAverage
 
 _SCRIPT = """
 import sys
@@ -119,3 +124,30 @@ def test_parameters_without_a_gradient_are_summed_too():
     net = torch.nn.Linear(2, 2).requires_grad_(True)
     net.weight.grad = torch.ones(2, 2)
     assert [gradient.sum().item() for gradient in gradients(net)] == [4.0, 0.0]
+
+
+@pytest.fixture
+def mesh():
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_the_average_of_sharded_weights_is_that_of_whole_ones(mesh):
+    whole = torch.nn.Linear(3, 2)
+    sharded = torch.nn.Linear(3, 2)
+    sharded.load_state_dict(whole.state_dict())
+    fully_shard(sharded, mesh=mesh)
+    assert isinstance(sharded.weight, DTensor)
+    averages = []
+    for net in (whole, sharded):
+        average = MovingAverage(net, 0.5)
+        with torch.no_grad():
+            net.weight.mul_(3.0)
+        average.update()
+        with average.in_place():
+            averages.append(net.weight.detach().clone())
+    assert torch.equal(averages[1].full_tensor(), averages[0])
+    assert torch.equal(sharded.weight.full_tensor(), whole.weight)
+    assert not torch.equal(averages[0], whole.weight)

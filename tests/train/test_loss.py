@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from ddtree.errors import ConfigError
+from ddtree.train.arguments import Objective
 from ddtree.train.batches import IGNORED, Batch, pack
-from ddtree.train.loss import Objective, Vocabulary, head_loss, labels_of
+from ddtree.train.loss import CROSS_ENTROPY, OBJECTIVE, WEIGHT, Vocabulary, head_loss, labels_of
 from ddtree.train.loss import dpace_weights as weights_of
 
 HEAD = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
@@ -91,13 +92,13 @@ def test_objective_and_gradient_are_those_of_a_loop_over_slots(objective, vocabu
     expected, hard, weight = plain(normed, vocabulary, objective)
     expected.backward()
     sums, derived = measure(states(), vocabulary, objective)
-    torch.testing.assert_close(sums.values[0], expected.detach())
+    torch.testing.assert_close(sums[OBJECTIVE], expected.detach())
     torch.testing.assert_close(derived, normed.grad, rtol=1e-4, atol=1e-6)
     if objective.loss == "ce":
-        assert float(sums.values[1]) == pytest.approx(hard, rel=1e-5)
-        assert float(sums.weight) == pytest.approx(weight, rel=1e-5)
+        assert float(sums[CROSS_ENTROPY]) == pytest.approx(hard, rel=1e-5)
+        assert float(sums[WEIGHT]) == pytest.approx(weight, rel=1e-5)
     if objective.loss == "dpace":
-        assert float(sums.weight) == 5  # blocks
+        assert float(sums[WEIGHT]) == 5  # blocks
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
@@ -105,7 +106,7 @@ def test_objective_and_gradient_are_those_of_a_loop_over_slots(objective, vocabu
 def test_chunks_change_nothing(objective, chunk):
     whole, gradient = measure(states(), SOME, objective)
     parts, derived = measure(states(), SOME, objective, chunk=chunk)
-    torch.testing.assert_close(parts.values, whole.values)
+    torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(derived, gradient)
 
 
@@ -123,7 +124,7 @@ def test_a_batch_is_the_sum_of_its_conversations():
     )
     blocks = pack(rest, block=4, mask_id=0)
     other, others = head_loss(states()[1:], rest, blocks, HIDDEN[1:], SOME, objective)
-    torch.testing.assert_close(together.values, (alone + other).values)
+    torch.testing.assert_close(together, alone + other)
     torch.testing.assert_close(gradient, torch.cat([own, others]))
 
 
@@ -146,7 +147,7 @@ def test_soft_loss_is_least_when_the_drafter_equals_the_target():
     torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-6)
     for seed in range(3):
         noise = torch.randn(same.shape, generator=torch.Generator().manual_seed(seed)) * 0.3
-        assert measure(same + noise, ALL, Objective("kl"), batch=batch)[0].values[0] > best.values[0]
+        assert measure(same + noise, ALL, Objective("kl"), batch=batch)[0][OBJECTIVE] > best[OBJECTIVE]
 
 
 def test_tokens_outside_the_draft_vocabulary_do_not_count():
@@ -155,15 +156,13 @@ def test_tokens_outside_the_draft_vocabulary_do_not_count():
     # Followed by 9, 2, 6: none of them in the vocabulary.
     batch = first(anchors=torch.tensor([[4]]), prefix_lengths=torch.tensor([[0]]))
     sums, derived = measure(states()[:1, :1], vocabulary, Objective("ce", soft=0.5), batch=batch)
-    assert sums.values[:4].tolist() == [0.0] * 4
+    assert sums[:4].tolist() == [0.0] * 4
     assert not derived.any()
 
 
 def test_draft_logits_are_those_rows_of_the_targets_head():
-    bias = torch.randn(20, generator=torch.Generator().manual_seed(3))
     ids = torch.tensor([2, 7, 11])
-    expected = (HIDDEN @ HEAD.T + bias)[..., ids]
-    torch.testing.assert_close(Vocabulary(ids, HEAD, bias).logits(HIDDEN), expected)
+    torch.testing.assert_close(Vocabulary(ids, HEAD).logits(HIDDEN), (HIDDEN @ HEAD.T)[..., ids])
 
 
 def test_a_chain_is_accepted_up_to_its_first_wrong_slot():
@@ -173,12 +172,12 @@ def test_a_chain_is_accepted_up_to_its_first_wrong_slot():
     given = head[blocks.labels]
     given[0, 0, 1] = 0.0
     sums, _ = head_loss(given, batch, blocks, None, Vocabulary(None, head), Objective("ce"))
-    assert sums.values[3:].tolist() == [1 + 3, 2]
+    assert sums[3:].tolist() == [1 + 3, 2]
 
 
 def test_dpace_weights_are_the_slope_of_the_expected_length():
     batch = first(anchors=torch.tensor([[2, 10]]), prefix_lengths=torch.tensor([[0, 0]]))
-    labels = labels_of(batch, pack(batch, block=4, mask_id=0), ALL)
+    labels = labels_of(pack(batch, block=4, mask_id=0), ALL)
     chances = torch.tensor([[0.5, 0.2, 0.9], [0.3, 0.6, 0.6]], requires_grad=True)
     # The second block has one slot within the text.
     length = chances[0].cumprod(0).sum() + chances[1, 0]

@@ -17,11 +17,11 @@ from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.model import kv_cache
 from ddtree.model.target import Target
 from ddtree.train import synthesize
-from ddtree.train.arguments import add_options
+from ddtree.train.arguments import SynthesisConfig, add_options
+from ddtree.train.cli import synthesis_config
 from ddtree.train.conversations import ChatTemplate
-from ddtree.train.data import read_shard, shard_indices, shard_path
-from ddtree.train.steps import synthesis_config
-from ddtree.train.synthesize import SynthesisConfig, Synthesizer
+from ddtree.train.data import read_shard, shard_indices, shard_path, write_shard
+from ddtree.train.synthesize import Synthesizer
 
 EOS = 5
 TEMPLATE = ChatTemplate(prefix=[1, 7, 9], middle=[EOS, 3, 11])
@@ -68,19 +68,21 @@ def test_greedy_answers_are_the_targets_own(target, tmp_path):
         assert greedy_choices(target, prefix, conversation) == conversation.answer
 
 
-def test_a_killed_run_taken_up_again_gives_the_same_shards(target, tmp_path):
+def test_a_killed_run_taken_up_again_gives_the_same_shards(target, tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     Synthesizer(target, TEMPLATE, whole, CONFIG).run()
 
     class Killed(Exception):
         pass
 
-    def kill(_held):
+    def write_one(path, *arguments):
         if len(shard_indices(broken)) == 1:
             raise Killed
+        write_shard(path, *arguments)
 
-    with pytest.raises(Killed):
-        Synthesizer(target, TEMPLATE, broken, CONFIG).run(kill)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(synthesize, "write_shard", write_one)
+        Synthesizer(target, TEMPLATE, broken, CONFIG).run()
     shard_path(broken, 1).with_suffix(".npz.partial").write_bytes(b"half a shard")
     Synthesizer(target, TEMPLATE, broken, CONFIG).run()
     assert shard_indices(whole) == shard_indices(broken)

@@ -11,12 +11,12 @@ from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.heads import KINDS, create
 from ddtree.errors import CheckpointError
 from ddtree.model.target import Target
-from ddtree.train.arguments import TrainConfig
-from ddtree.train.batches import Draws, collate
+from ddtree.train.arguments import Objective, TrainConfig
+from ddtree.train.batches import Batches
 from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
 from ddtree.train.initial import draft_config, feature_layers, initial_net
 from ddtree.train.jobs import HeadsJob, TrainingBackbone, build_heads
-from ddtree.train.loss import Objective, Vocabulary
+from ddtree.train.loss import OBJECTIVE
 from ddtree.train.trainer import Trainer
 
 IDS = torch.arange(0, tiny.VOCAB, 2)
@@ -57,31 +57,25 @@ def net(target, corpus):
     return initial_net(target, config, corpus.example(corpus.train[0]))
 
 
-def vocabulary(target):
-    return Vocabulary(IDS, target.head.weight.detach())
-
-
 def job_of(target, net, heads, objective=None):
     objectives = {kind: objective or Objective("ce") for kind in heads}
-    return HeadsJob(heads, objectives, net, vocabulary(target), target.embed.weight.detach())
+    return HeadsJob(heads, objectives, TrainingBackbone.of(net, target, IDS))
 
 
 def batch_of(corpus):
     places = [np.array([7, 9, 14]), np.array([8, 10])]
     known = [np.zeros_like(p) for p in places]
-    return collate(corpus, corpus.train[:2], places, known, Draws(2, 3, 4), cached=True)
+    return Batches(corpus, CONFIG, block=4, cached=True).collate(corpus.train[:2], places, known)
 
 
 def test_the_trunk_is_the_one_that_heads_draft_on(target, net):
-    ours = TrainingBackbone(net, vocabulary(target), target.embed.weight.detach())
+    ours = TrainingBackbone.of(net, target, IDS)
     theirs = Backbone(net, target, draft_ids=IDS)
     tokens = torch.arange(12).view(3, 4)
     assert ours.index(tokens).equal(theirs.index(tokens))
-    assert ours.tokens(tokens).equal(theirs.tokens(tokens))
     assert ours.embed(tokens).equal(theirs.embed(tokens))
     states = torch.randn(2, 3, 32)
     torch.testing.assert_close(ours.logits(ours.norm(states)), theirs.logits(theirs.norm(states)))
-    assert ours.size == theirs.size
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,7 +111,7 @@ def test_a_heads_gradient_is_autograds(target, corpus, net, kind, objective):
                 total = total + np.exp(-slot / objective.gamma) * ((1 - share) * hard + share * soft)
     total.backward()
     by_hand = torch.cat([p.grad.flatten() for p in head.parameters()])
-    assert float(sums.values[0]) == pytest.approx(float(total.detach()), rel=1e-2)
+    assert float(sums[OBJECTIVE]) == pytest.approx(float(total.detach()), rel=1e-2)
     torch.testing.assert_close(ours, by_hand, rtol=0.05, atol=0.02 * float(by_hand.abs().max()))
 
 
@@ -192,9 +186,10 @@ def test_the_confidence_head_learns_the_overlap_with_the_target(target, corpus, 
     Trainer(job, corpus, tmp_path, replace(CONFIG, steps=200, evaluate_every=200), target.device).run()
     indices, anchors = corpus.train[:30], np.arange(7, 15)
     places, known = [anchors] * 30, [np.zeros_like(anchors)] * 30
-    batch = collate(corpus, indices, places, known, Draws(30, 8, 4), cached=True)
-    states, previous, _ = job._states(batch, batch.features)
-    trunk = TrainingBackbone(net, vocabulary(target), target.embed.weight.detach())
+    batch = Batches(corpus, CONFIG, block=4, cached=True).collate(indices, places, known)
+    found = [inputs for _, *inputs in job._parts(batch, batch.features, None)]
+    states, previous, _ = (torch.cat(parts) for parts in zip(*found, strict=True))
+    trunk = TrainingBackbone.of(net, target, IDS)
     with torch.no_grad():
         own = head(trunk, states, previous).softmax(-1)
         said = head.confidence(trunk, states, previous).sigmoid()

@@ -16,14 +16,13 @@ from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
 from ddtree.stats import Clock
 from ddtree.train import arguments
-from ddtree.train.arguments import Schedule, TrainConfig
-from ddtree.train.batches import Draws, block_states, collate
-from ddtree.train.data import Conversation, Corpus, shard_path, write_shard
+from ddtree.train.arguments import Objective, Schedule, TrainConfig
+from ddtree.train.batches import Batches, block_states
+from ddtree.train.data import Conversation, Corpus, Teacher, shard_path, write_shard
 from ddtree.train.evaluate import replay
-from ddtree.train.features import Teacher
 from ddtree.train.initial import draft_config, feature_layers, initial_net, mask_token
-from ddtree.train.jobs import DrafterJob
-from ddtree.train.loss import Objective, Vocabulary, head_loss
+from ddtree.train.jobs import DrafterJob, TrainingBackbone
+from ddtree.train.loss import Vocabulary, head_loss
 from ddtree.train.trainer import Trainer
 from ddtree.train.training_log import read_log
 
@@ -69,7 +68,7 @@ def vocabulary(target):
 
 
 def fitting(target, corpus, net, folder, config=CONFIG):
-    job = DrafterJob(net, vocabulary(target), embedding(target), config.objective)
+    job = DrafterJob(TrainingBackbone.of(net, target, None), config.objective)
     return Trainer(job, corpus, folder, config, target.device)
 
 
@@ -82,7 +81,9 @@ def batch_of(corpus, anchors, known=None, indices=None):
     indices = corpus.train[: len(anchors)] if indices is None else indices
     known = [[0] * len(places) for places in anchors] if known is None else known
     places = [np.array(p) for p in anchors]
-    return collate(corpus, indices, places, [np.array(k) for k in known], Draws(1, 1, 4), cached=True)
+    return Batches(corpus, CONFIG, block=4, cached=True).collate(
+        indices, places, [np.array(k) for k in known]
+    )
 
 
 def scores(target, net, batch, features=None):

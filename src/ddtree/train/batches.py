@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree.drafters.dflash.network import DFlashNet
+from ddtree.train.arguments import TrainConfig
 from ddtree.train.data import Corpus
 
 GROUP = 8
@@ -59,56 +60,39 @@ class Batch:
         return replace(self, **moved)
 
 
-@dataclass(frozen=True)
-class Draws:
-    """Settings that batches are drawn by.
-
-    Attributes:
-        conversations: of a batch, as in 64.
-        anchors: of a conversation, at most, as in 64.
-        block: block size, anchor included, as in 8.
-        seed: of the order of conversations, the anchors and the prefixes.
-        prefix_share: share of the blocks that begin with more tokens than the anchor.
-        prefix_decay: a prefix of l + 1 tokens is drawn so many times as often as one of l.
-        multiple: lengths are padded to a multiple of it, as in 32, which spares GPU kernels odd shapes.
-    """
-
-    conversations: int
-    anchors: int
-    block: int
-    seed: int = 0
-    prefix_share: float = 0.0
-    prefix_decay: float = 0.8
-    multiple: int = 1
-
-
 class Batches:
     """The training batches of a corpus, numbered from 0 without end.
 
     Args:
         corpus: holds the conversations.
-        draws: settings.
+        config: how many conversations and anchors to draw, with which prefixes and seed.
+        block: block size, anchor included, as in 8.
         cached: True if a batch holds the features stored on disk.
+        multiple: lengths are padded to a multiple of it, as in 32, which spares GPU kernels odd shapes.
     """
 
-    def __init__(self, corpus: Corpus, draws: Draws, cached: bool) -> None:
+    def __init__(
+        self, corpus: Corpus, config: TrainConfig, block: int, cached: bool, multiple: int = 1
+    ) -> None:
         self._corpus = corpus
-        self._draws = draws
+        self._config = config
+        self._block = block
         self._cached = cached
+        self._multiple = multiple
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._pool: tuple[int, list[int]] = (-1, [])
 
     def __getitem__(self, number: int) -> Batch:
-        draws = self._draws
-        random = _generator(draws.seed, 1, number)
+        config = self._config
+        random = _generator(config.seed, 1, number)
         indices = self._members(number)
         anchors, prefix_lengths = [], []
         for index in indices:
             start, length = self._corpus.span(index)
-            places = random_anchors(start, length, draws.anchors, random)
+            places = random_anchors(start, length, config.anchors, random)
             anchors.append(places)
-            prefix_lengths.append(random_prefix_lengths(places, length, draws, random))
-        return collate(self._corpus, indices, anchors, prefix_lengths, draws, self._cached)
+            prefix_lengths.append(random_prefix_lengths(places, length, self._block, config, random))
+        return self.collate(indices, anchors, prefix_lengths)
 
     def ahead(self, numbers: Iterator[int]) -> Generator[Batch, None, None]:
         """Give the batches of some numbers, in order, made while earlier ones are in use."""
@@ -123,18 +107,52 @@ class Batches:
 
     def held_out(self, every: int, limit: int) -> Iterator[Batch]:
         """Give batches of held-out conversations, up to `limit` of them, with an anchor at every `every`-th token."""
-        corpus, draws = self._corpus, self._draws
+        corpus, count = self._corpus, self._config.conversations
         indices = sorted(corpus.held_out[:limit], key=lambda index: corpus.span(index)[1])
-        for at in range(0, len(indices), draws.conversations):
-            chosen = indices[at : at + draws.conversations]
+        for at in range(0, len(indices), count):
+            chosen = indices[at : at + count]
             anchors = [np.arange(start, length - 1, every) for start, length in map(corpus.span, chosen)]
-            prefix_lengths = [np.zeros_like(places) for places in anchors]
             if any(map(len, anchors)):
-                yield collate(corpus, chosen, anchors, prefix_lengths, draws, self._cached)
+                yield self.collate(chosen, anchors, [np.zeros_like(places) for places in anchors])
+
+    def collate(
+        self, indices: list[int], anchors: list[NDArray[np.int64]], prefix_lengths: list[NDArray[np.int64]]
+    ) -> Batch:
+        """Make a batch on the CPU of conversations with given anchors and prefix lengths."""
+        corpus, multiple = self._corpus, self._multiple
+        most = max(1, *map(len, anchors))
+        most = _rounded(most, GROUP) if most > GROUP else most
+        lengths = [
+            min(corpus.span(index)[1], int(places[-1]) + self._block) if len(places) else 1
+            for index, places in zip(indices, anchors, strict=True)
+        ]
+        width = _rounded(max(lengths), multiple)
+        tokens = np.zeros((len(indices), width), np.int64)
+        places = np.zeros((len(indices), most), np.int64)
+        given = np.full((len(indices), most), -1, np.int64)
+        for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+            tokens[row, :length] = corpus.text(index)[:length]
+            places[row, : len(anchors[row])] = anchors[row]
+            given[row, : len(prefix_lengths[row])] = prefix_lengths[row]
+        features = None
+        if self._cached:
+            parts = [corpus.features(index, length) for index, length in zip(indices, lengths, strict=True)]
+            features = parts[0].new_zeros((len(parts), width, *parts[0].shape[1:]))
+            for row, part in enumerate(parts):
+                features[row, : len(part)] = part
+        return Batch(
+            tokens=torch.from_numpy(tokens),
+            lengths=torch.tensor(lengths),
+            anchors=torch.from_numpy(places),
+            prefix_lengths=torch.from_numpy(given),
+            context=min(width, _rounded(int(places.max()), multiple)),
+            indices=indices,
+            features=features,
+        )
 
     def _members(self, number: int) -> list[int]:
         """Return the indices of a batch's conversations."""
-        count, seed = self._draws.conversations, self._draws.seed
+        count, seed = self._config.conversations, self._config.seed
         pool, place = divmod(number, _POOL)
         if pool != self._pool[0]:
             first = pool * _POOL * count
@@ -150,48 +168,8 @@ class Batches:
         epoch, within = divmod(place, len(train))
         if epoch not in self._orders:
             self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
-            self._orders[epoch] = _generator(self._draws.seed, 0, epoch).permutation(len(train))
+            self._orders[epoch] = _generator(self._config.seed, 0, epoch).permutation(len(train))
         return train[int(self._orders[epoch][within])]
-
-
-def collate(
-    corpus: Corpus,
-    indices: list[int],
-    anchors: list[NDArray[np.int64]],
-    prefix_lengths: list[NDArray[np.int64]],
-    draws: Draws,
-    cached: bool,
-) -> Batch:
-    """Make a batch on the CPU of conversations with given anchors and prefix lengths."""
-    most = max(1, *map(len, anchors))
-    most = _rounded(most, GROUP) if most > GROUP else most
-    lengths = [
-        min(corpus.span(index)[1], int(places[-1]) + draws.block) if len(places) else 1
-        for index, places in zip(indices, anchors, strict=True)
-    ]
-    width = _rounded(max(lengths), draws.multiple)
-    tokens = np.zeros((len(indices), width), np.int64)
-    places = np.zeros((len(indices), most), np.int64)
-    given = np.full((len(indices), most), -1, np.int64)
-    for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
-        tokens[row, :length] = corpus.text(index)[:length]
-        places[row, : len(anchors[row])] = anchors[row]
-        given[row, : len(prefix_lengths[row])] = prefix_lengths[row]
-    features = None
-    if cached:
-        parts = [corpus.features(index, length) for index, length in zip(indices, lengths, strict=True)]
-        features = parts[0].new_zeros((len(parts), width, *parts[0].shape[1:]))
-        for row, part in enumerate(parts):
-            features[row, : len(part)] = part
-    return Batch(
-        tokens=torch.from_numpy(tokens),
-        lengths=torch.tensor(lengths),
-        anchors=torch.from_numpy(places),
-        prefix_lengths=torch.from_numpy(given),
-        context=min(width, _rounded(int(places.max()), draws.multiple)),
-        indices=indices,
-        features=features,
-    )
 
 
 def random_anchors(start: int, length: int, count: int, random: np.random.Generator) -> NDArray[np.int64]:
@@ -204,18 +182,18 @@ def random_anchors(start: int, length: int, count: int, random: np.random.Genera
 
 
 def random_prefix_lengths(
-    anchors: NDArray[np.int64], length: int, draws: Draws, random: np.random.Generator
+    anchors: NDArray[np.int64], length: int, block: int, config: TrainConfig, random: np.random.Generator
 ) -> NDArray[np.int64]:
     """Draw the tokens given after each anchor: 0, or l >= 1 with probability proportional to decay^l (D2SD).
 
     A slot that predicts a token of the text always stays: l is at most b - 2, and ends two before the text's end.
     """
     prefix_lengths = np.zeros_like(anchors)
-    longest = draws.block - 2
-    if draws.prefix_share and longest > 0:
-        chances = draws.prefix_decay ** np.arange(1, longest + 1)
+    longest = block - 2
+    if config.prefix_share and longest > 0:
+        chances = config.prefix_decay ** np.arange(1, longest + 1)
         drawn = random.choice(longest, size=len(anchors), p=chances / chances.sum()) + 1
-        chosen = random.random(len(anchors)) < draws.prefix_share
+        chosen = random.random(len(anchors)) < config.prefix_share
         prefix_lengths[chosen] = np.minimum(drawn, length - 2 - anchors)[chosen]
     return prefix_lengths
 
@@ -228,7 +206,8 @@ def _generator(seed: int, purpose: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed * 4 + purpose, number]))
 
 
-IGNORED = -100
+IGNORED = -1
+"""Stands for a token where nothing is to be predicted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,9 +220,10 @@ class Blocks:
         labels: int64 [C, A, b - 1], the tokens that follow each anchor; IGNORED where nothing is to be predicted:
             given slots, slots beyond the conversation's end, and blocks that are not there.
         in_text: bool [C, A, b - 1], which of those slots lie within the conversation, of blocks that are there.
+        exists: bool [C, A], false for the padding of conversations with fewer anchors.
         prefix_lengths: int64 [C, A], given tokens beside the anchor.
-        group: g, blocks that attention runs over together; a divisor of A.
-        mask: bool [C * A / g, g * b, S + g * b], which keys each query of a group sees: context, then its slots.
+        mask: bool [C * A / g, g * b, S + g * b], which keys each query sees, context, then the slots of the g blocks
+            that attention runs over together.
         context: S.
     """
 
@@ -251,8 +231,8 @@ class Blocks:
     positions: Tensor
     labels: Tensor
     in_text: Tensor
+    exists: Tensor
     prefix_lengths: Tensor
-    group: int
     mask: Tensor
     context: int
 
@@ -271,15 +251,16 @@ def pack(batch: Batch, block: int, mask_id: int) -> Blocks:
     offsets = torch.arange(block, device=tokens.device)
     positions = anchors[..., None] + offsets
     text = tokens.gather(1, positions.clamp(max=tokens.shape[1] - 1).flatten(1)).view_as(positions)
-    given = offsets <= batch.prefix_lengths.clamp(min=0)[..., None]
+    prefix_lengths = batch.prefix_lengths.clamp(min=0)
+    given = offsets <= prefix_lengths[..., None]
     in_text = (positions < batch.lengths[:, None, None]) & exists[..., None]
     return Blocks(
         tokens=torch.where(given, text, mask_id).flatten(1),
         positions=positions.flatten(1),
         labels=torch.where(in_text & ~given, text, IGNORED)[..., 1:],
         in_text=in_text[..., 1:],
-        prefix_lengths=batch.prefix_lengths.clamp(min=0),
-        group=group,
+        exists=exists,
+        prefix_lengths=prefix_lengths,
         mask=packed_mask(anchors.view(-1, group), block, batch.context),
         context=batch.context,
     )

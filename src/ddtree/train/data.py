@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddtree.errors import CheckpointError, ConfigError
+from ddtree.errors import CheckpointError
+from ddtree.model.kv_cache import KVCache
 from ddtree.model.target import Target
 from ddtree.storage import atomic_write
-from ddtree.train.features import load_features, save_features, teacher_pass
+from ddtree.train.distributed import Group
+from ddtree.train.training_log import progress_bar
 
 _NOTE = "features.json"
+_PASS_TOKENS = 65_536  # of one pass in training, padding included
+_CPU_TEXT_TOKENS = 1024  # of one pass over whole texts: on a CPU what stays in its caches
+_TEXT_TOKENS = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,9 +193,9 @@ class Corpus:
         """Number of tokens of all answers."""
         return sum(len(c.tokens) - c.answer_start for c in self.conversations)
 
-    def answers(self, indices: list[int] | None = None) -> Iterator[list[int]]:
-        """Iterate over answers as token ids, those of the training split by default."""
-        for index in self.train if indices is None else indices:
+    def answers(self) -> Iterator[list[int]]:
+        """Iterate over the answers of the training split as token ids."""
+        for index in self.train:
             yield self.conversations[index].answer
 
     def span(self, index: int) -> tuple[int, int]:
@@ -215,13 +220,8 @@ class Corpus:
         paths.append(self.folder / "prefix_feats.npy")
         return self._noted() == _note(target, layers) and all(path.exists() for path in paths)
 
-    def prepare(
-        self, target: Target, layers: tuple[int, ...], report: Callable[[int], None] | None = None
-    ) -> None:
-        """Store the features that are missing, or that were made for other layers.
-
-        `report` is called with the number of shards that have theirs.
-        """
+    def prepare(self, target: Target, layers: tuple[int, ...]) -> None:
+        """Store the features that are missing, or that were made for other layers."""
         if self._noted() != _note(target, layers):
             for path in (*self.folder.glob("feats[0-9]*.npy"), self.folder / "prefix_feats.npy"):
                 path.unlink(missing_ok=True)
@@ -229,18 +229,16 @@ class Corpus:
         if not (self.folder / "prefix_feats.npy").exists():
             [features] = teacher_pass(target, [self.prefix], layers)
             save_features(self.folder / "prefix_feats.npy", features)
-        for done, index in enumerate(shard_indices(self.folder)):
-            if report:
-                report(done)
-            if features_path(self.folder, index).exists():
-                continue
-            _, conversations = read_shard(shard_path(self.folder, index))
-            texts = [self.prefix + [int(t) for t in c.tokens] for c in conversations]
-            none = torch.empty((0, len(layers) + 1, target.hidden_size))
-            parts = [part[len(self.prefix) :] for part in teacher_pass(target, texts, layers)]
-            save_features(features_path(self.folder, index), torch.cat([none, *parts]))
-        if report:
-            report(len(shard_indices(self.folder)))
+        indices = shard_indices(self.folder)
+        missing = [index for index in indices if not features_path(self.folder, index).exists()]
+        with progress_bar("features", len(indices), "shards", len(indices) - len(missing)) as bar:
+            for index in missing:
+                _, conversations = read_shard(shard_path(self.folder, index))
+                texts = [self.prefix + c.tokens.tolist() for c in conversations]
+                none = torch.empty((0, len(layers) + 1, target.hidden_size))
+                parts = [part[len(self.prefix) :] for part in teacher_pass(target, texts, layers)]
+                save_features(features_path(self.folder, index), torch.cat([none, *parts]))
+                bar.update()
 
     def features(self, index: int, length: int | None = None) -> Tensor:
         """Read the features [length, F + 1, H] of a conversation's first tokens, prefix included, after `prepare`."""
@@ -263,9 +261,7 @@ class Corpus:
         """Return conversations with their features, read from disk if all are stored, else computed."""
         if self.prepared(target, layers):
             return [self.example(index) for index in indices]
-        found = teacher_pass(target, [self.text(index).tolist() for index in indices], layers)
-        pairs = zip(indices, found, strict=True)
-        return [make_example(self.prefix, self.conversations[index], own) for index, own in pairs]
+        return make_examples(self.prefix, [self.conversations[index] for index in indices], target, layers)
 
     def _noted(self) -> Any:
         path = self.folder / _NOTE
@@ -274,29 +270,112 @@ class Corpus:
 
 def make_example(prefix: list[int], conversation: Conversation, features: Tensor) -> Example:
     """Join a conversation and the features [n, F + 1, H] of prefix and conversation, as `teacher_pass` makes them."""
-    tokens = torch.tensor(prefix + [int(t) for t in conversation.tokens])
+    tokens = torch.tensor(prefix + conversation.tokens.tolist())
     start = len(prefix) + conversation.answer_start
     return Example(tokens, start, conversation.greedy, features[:, :-1], features[:, -1])
 
 
-def draft_vocabulary(corpus: Corpus, size: int, always: frozenset[int]) -> Tensor:
-    """Choose the `size` most frequent answer tokens, as in 8192, those of `always` included.
-
-    Returns:
-        int64 [size] or fewer, ascending; of equally frequent tokens the lower id is taken.
-
-    Raises:
-        ConfigError: fewer than two tokens are asked for.
-    """
-    if size < 2:
-        raise ConfigError(
-            f"draft_vocabulary={size} is too small; use at least 2, or 0 for the target's own vocabulary"
-        )
-    counts = corpus.counts(max(always, default=0) + 1, answers=True)
-    seen = set(np.flatnonzero(counts).tolist()) | always
-    ranked = sorted(seen, key=lambda token: (token not in always, -int(counts[token]), token))
-    return torch.tensor(sorted(ranked[:size]))
+def make_examples(
+    prefix: list[int], conversations: list[Conversation], target: Target, layers: tuple[int, ...]
+) -> list[Example]:
+    """Return conversations with features that the target computes."""
+    found = teacher_pass(target, [prefix + c.tokens.tolist() for c in conversations], layers)
+    return [make_example(prefix, c, own) for c, own in zip(conversations, found, strict=True)]
 
 
 def _note(target: Target, layers: tuple[int, ...]) -> dict[str, Any]:
     return {"layers": list(layers), "hidden_size": target.hidden_size}
+
+
+class Teacher:
+    """Runs the frozen target over padded batches of texts.
+
+    Args:
+        target: the target.
+        layers: its feature layers, as in (1, 14, 27).
+        group: the processes that compute features at the same time, each of its own texts.
+    """
+
+    def __init__(self, target: Target, layers: tuple[int, ...], group: Group | None = None) -> None:
+        self._target = target
+        self._layers = layers
+        self._group = group or Group()
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return features [C, n, F + 1, H] of tokens int64 [C, n], on the target's device and in its dtype.
+
+        The last of the F + 1 is what enters the target's head. Texts are padded at their end and attention is causal:
+        padding changes nothing before it.
+        """
+        texts = tokens.split(max(1, _PASS_TOKENS // tokens.shape[1]))
+        found = [self._pass(part) for part in texts]
+        # Layers of a sharded target run in all processes or in none.
+        passes = self._group.largest(len(texts)) if self._group.sharded else len(texts)
+        for _ in range(len(texts), passes):
+            self._pass(tokens[:1, :1])
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _pass(self, tokens: Tensor) -> Tensor:
+        target, entering = self._target, []
+        before = target.feature_layers
+        target.use_features(self._layers)
+        # The target computes logits of the last token only, so the head's own input would not be that of every token.
+        decoder = target.model.get_decoder()
+        hook = decoder.register_forward_hook(lambda _module, _inputs, output: entering.append(output[0]))
+        try:
+            depths = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            forward = target.extend(_PassCache(len(tokens)), tokens, depths, None, keep=1)
+        finally:
+            hook.remove()
+            target.use_features(before)
+        [hidden] = entering
+        if forward.features is None:
+            return hidden[:, :, None]
+        layers = forward.features.unflatten(-1, (len(self._layers), -1))
+        return torch.cat([layers, hidden[:, :, None]], dim=2)
+
+
+class _PassCache(KVCache):
+    """The cache of a single pass: nothing is read again, so it keeps nothing."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(0)
+        self.lengths = [0] * rows
+
+    def open(self, start: int, stop: int, columns: int, pending: int = 0) -> int:
+        """Take the keys to be those of the pass alone."""
+        return columns
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the pass's own keys and values."""
+        return key, value
+
+
+def teacher_pass(target: Target, texts: list[list[int]], layers: tuple[int, ...]) -> list[Tensor]:
+    """Compute the target's features of whole texts: per text, bfloat16 [n, F + 1, H] on the CPU (see `Teacher`)."""
+    found: list[Tensor] = [torch.empty(0)] * len(texts)
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    teacher = Teacher(target, layers)
+    most = _CPU_TEXT_TOKENS if target.device.type == "cpu" else _TEXT_TOKENS
+    while order:
+        width = len(texts[order[-1]])
+        batch = [order.pop() for _ in range(min(len(order), max(1, most // width)))]
+        padded = torch.zeros((len(batch), width), dtype=torch.int64)
+        for row, i in enumerate(batch):
+            padded[row, : len(texts[i])] = torch.tensor(texts[i])
+        features = teacher(padded.to(target.device)).to("cpu", torch.bfloat16)
+        for row, i in enumerate(batch):
+            # A copy, so that the pass's padding does not live as long as the text.
+            found[i] = features[row, : len(texts[i])].clone()
+    return found
+
+
+def save_features(path: Path, features: Tensor) -> None:
+    """Write features [n, F + 1, H] in one step, as int16 with the bits of bfloat16."""
+    with atomic_write(path) as partial, partial.open("wb") as file:
+        np.save(file, features.to(torch.bfloat16).contiguous().view(torch.int16).numpy())
+
+
+def load_features(bits: NDArray[np.int16]) -> Tensor:
+    """Return what `save_features` wrote as bfloat16."""
+    return torch.from_numpy(bits).view(torch.bfloat16)

@@ -25,21 +25,11 @@ from ddtree.model.kv_cache import drop_row
 from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
-from ddtree.train.arguments import option
 from ddtree.train.data import Example
 from ddtree.train.export import DRAFTER, NGRAMS, DrafterScore
 from ddtree.tree import MAX_DEPTH, following, walk
 
 _ROWS, _CPU_ROWS = 64, 16
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """Settings of the step `evaluate`. Each field's help describes it."""
-
-    answers: Path | None = option(None, "a shard to evaluate on beside the held-out answers")
-    budgets: list[int] = option([8, 16, 32], "default: 8 16 32")
-    limit: int = option(200, "most conversations of a set (default: %(default)s)")
 
 
 @dataclass

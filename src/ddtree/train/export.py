@@ -120,9 +120,6 @@ def card(summary: dict[str, Any], scores: list[DrafterScore], heads: dict[str, A
         recipe="\n".join(_row(name.replace("_", " "), value) for name, value in summary["recipe"].items()),
         machine=summary["machine"],
         minutes=f"{summary['seconds'] / 60:.0f}",
-        notes="".join(f"{line}\n" for line in [*summary.get("notes", []), ""])
-        if summary.get("notes")
-        else "",
         heads=_heads_section(heads) if heads else "",
         acceptance=_acceptance_table(scores),
     )

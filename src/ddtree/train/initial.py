@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -44,6 +45,25 @@ def mask_token(target: Target, corpus: Corpus) -> int:
     added = set(getattr(target.tokenizer, "added_tokens_decoder", ()))
     candidates = [token for token in range(target.vocab_size) if token not in special]
     return min(candidates, key=lambda token: (int(counts[token]), token not in added, token))
+
+
+def draft_vocabulary(corpus: Corpus, size: int, always: frozenset[int]) -> Tensor:
+    """Choose the `size` most frequent answer tokens, as in 8192, those of `always` included.
+
+    Returns:
+        int64 [size] or fewer, ascending; of equally frequent tokens the lower id is taken.
+
+    Raises:
+        ConfigError: fewer than two tokens are asked for.
+    """
+    if size < 2:
+        raise ConfigError(
+            f"draft_vocabulary={size} is too small; use at least 2, or 0 for the target's own vocabulary"
+        )
+    counts = corpus.counts(max(always, default=0) + 1, answers=True)
+    seen = set(np.flatnonzero(counts).tolist()) | always
+    ranked = sorted(seen, key=lambda token: (token not in always, -int(counts[token]), token))
+    return torch.tensor(sorted(ranked[:size]))
 
 
 def draft_config(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -13,17 +14,10 @@ from torch.nn import functional
 from ddtree.drafters.dflash.heads import KINDS, Head, Markov, create
 from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.errors import ConfigError
+from ddtree.model.target import Target
+from ddtree.train.arguments import Objective
 from ddtree.train.batches import Batch, Blocks, autocast, block_states
-from ddtree.train.loss import (
-    Chunk,
-    Objective,
-    Sums,
-    Vocabulary,
-    chunks,
-    head_loss,
-    score_loss,
-    teacher_places,
-)
+from ddtree.train.loss import SUMS, Chunk, Vocabulary, chunks, head_loss, score_loss, teacher_places
 
 NAME = "dflash"
 _SIZES = {"markov": ("size",), "treeflash": ("hidden_size",), "domino": ("hidden_size", "size")}
@@ -44,78 +38,86 @@ class DrafterPass(nn.Module):
         return self.net.norm(states), blocks
 
 
+@dataclass(frozen=True, eq=False)
+class TrainingBackbone:
+    """A drafter in training, with the parts of the target that it uses; see `heads.BackboneParts` of `drafters.dflash`.
+
+    Attributes:
+        net: the drafter, float32, on the target's device.
+        vocabulary: tokens that it can propose.
+        embedding: [V, H], the target's.
+    """
+
+    net: DFlashNet
+    vocabulary: Vocabulary
+    embedding: Tensor
+
+    @classmethod
+    def of(cls, net: DFlashNet, target: Target, draft_ids: Tensor | None) -> TrainingBackbone:
+        """Join a drafter that proposes the tokens `draft_ids` [D], or any, with its target.
+
+        Raises:
+            ConfigError: the head has a bias, which the drafter's layout has no place for.
+        """
+        if getattr(target.head, "bias", None) is not None:
+            raise ConfigError(
+                "the target's head has a bias, which a drafter with a reduced vocabulary cannot carry"
+            )
+        head = target.head.weight.detach()  # type: ignore[operator]
+        embedding = target.embed.weight.detach()  # type: ignore[operator]
+        return cls(net, Vocabulary(draft_ids, head), embedding)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the drafter's embeddings of tokens."""
+        return self.net.embed(self.embedding, tokens)
+
+    def norm(self, states: Tensor) -> Tensor:
+        """Apply the final norm."""
+        return self.net.norm(states)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Compute the draft vocabulary's scores [..., D] of normed states [..., H]."""
+        return self.vocabulary.logits(normed)
+
+    def index(self, tokens: Tensor) -> Tensor:
+        """Return the draft token of each target token; -1 for tokens outside the draft vocabulary."""
+        return self.vocabulary.index(tokens)
+
+
 class DrafterJob:
     """Trains a DFlash network to predict blocks; see `ddtree.train.trainer.Job`.
 
     Args:
-        net: the drafter, float32, on the target's device.
-        vocabulary: tokens that it can propose.
-        embedding: [V, H], the target's.
+        backbone: the drafter and the target's parts.
         objective: the loss to minimize.
     """
 
-    def __init__(
-        self, net: DFlashNet, vocabulary: Vocabulary, embedding: Tensor, objective: Objective
-    ) -> None:
+    def __init__(self, backbone: TrainingBackbone, objective: Objective) -> None:
+        net = backbone.net
         self.modules: dict[str, nn.Module] = {NAME: net}
         self.block = net.config.block_size
-        self.settings: dict[str, Any] = {"network": asdict(net.config), "draft_tokens": vocabulary.size}
+        self.settings: dict[str, Any] = {
+            "network": asdict(net.config),
+            "draft_tokens": backbone.vocabulary.size,
+        }
         self._pass = DrafterPass(net)
         self.root: nn.Module | None = self._pass
-        self._vocabulary = vocabulary
-        self._embedding = embedding
+        self._backbone = backbone
         self._objective = objective
 
-    def train(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+    def train(self, batch: Batch, features: Tensor) -> dict[str, Tensor]:
         """Add the gradients of the summed objective."""
-        normed, blocks = self._pass(self._embedding, batch, features)
-        hidden = features[:, :, -1]
-        sums, derived = head_loss(normed.detach(), batch, blocks, hidden, self._vocabulary, self._objective)
+        normed, blocks = self._pass(self._backbone.embedding, batch, features)
+        hidden, vocabulary = features[:, :, -1], self._backbone.vocabulary
+        sums, derived = head_loss(normed.detach(), batch, blocks, hidden, vocabulary, self._objective)
         normed.backward(derived)
         return {NAME: sums}
 
-    def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+    def measure(self, batch: Batch, features: Tensor) -> dict[str, Tensor]:
         """Return sums with the cross-entropy."""
-        normed, blocks = self._pass(self._embedding, batch, features)
-        objective = Objective("ce", self._objective.gamma)
-        return {NAME: head_loss(normed, batch, blocks, None, self._vocabulary, objective, gradient=False)[0]}
-
-
-class TrainingBackbone:
-    """The frozen parts that heads use, in training; see `ddtree.drafters.dflash.heads.BackboneParts`.
-
-    Args:
-        net: the drafter.
-        vocabulary: its draft vocabulary.
-        embedding: [V, H], the target's.
-    """
-
-    def __init__(self, net: DFlashNet, vocabulary: Vocabulary, embedding: Tensor) -> None:
-        self.size = vocabulary.size
-        self._net = net
-        self._vocabulary = vocabulary
-        self._embedding = embedding
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the drafter's embeddings of tokens."""
-        return self._net.embed(self._embedding, tokens)
-
-    def norm(self, states: Tensor) -> Tensor:
-        """Apply the final norm."""
-        return self._net.norm(states)
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """Compute the draft vocabulary's scores [..., D] of normed states [..., H]."""
-        flat = normed.reshape(-1, normed.shape[-1])
-        return self._vocabulary.logits(flat).view(*normed.shape[:-1], self.size)
-
-    def index(self, tokens: Tensor) -> Tensor:
-        """Return the draft token of each target token; -1 for tokens outside the draft vocabulary."""
-        return self._vocabulary.index(tokens).clamp(min=-1)
-
-    def tokens(self, index: Tensor) -> Tensor:
-        """Return the target token of each draft token."""
-        return index if self._vocabulary.ids is None else self._vocabulary.ids[index]
+        normed, blocks = self._pass(self._backbone.embedding, batch, features)
+        objective, vocabulary = Objective("ce", self._objective.gamma), self._backbone.vocabulary
+        return {NAME: head_loss(normed, batch, blocks, None, vocabulary, objective, gradient=False)[0]}
 
 
 class HeadsJob:
@@ -124,19 +126,13 @@ class HeadsJob:
     Args:
         heads: float32, on the device, by kind.
         objectives: the loss of each.
-        net: the drafter; its parameters are frozen.
-        vocabulary: its draft vocabulary.
-        embedding: [V, H], the target's.
+        backbone: the drafter, whose parameters are frozen, and the target's parts.
     """
 
     def __init__(
-        self,
-        heads: dict[str, Head],
-        objectives: dict[str, Objective],
-        net: DFlashNet,
-        vocabulary: Vocabulary,
-        embedding: Tensor,
+        self, heads: dict[str, Head], objectives: dict[str, Objective], backbone: TrainingBackbone
     ) -> None:
+        net = backbone.net.requires_grad_(False)
         self.modules: dict[str, nn.Module] = dict(heads)
         self.root: nn.Module | None = None
         self.block = net.config.block_size
@@ -147,46 +143,54 @@ class HeadsJob:
         }
         self._heads = heads
         self._objectives = objectives
-        self._net = net.requires_grad_(False)
-        self._vocabulary = vocabulary
-        self._embedding = embedding
-        self._backbone = TrainingBackbone(net, vocabulary, embedding)
+        self._backbone = backbone
 
-    def train(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+    def train(self, batch: Batch, features: Tensor) -> dict[str, Tensor]:
         """Add the gradients of each head's summed objective."""
-        states, previous, blocks = self._states(batch, features)
         soft = any(objective.share for objective in self._objectives.values())
         soft = soft or any(map(_has_confidence, self._heads.values()))
         hidden = features[:, :, -1] if soft else None
-        sums = {kind: Sums(torch.zeros(5, device=states.device)) for kind in self._heads}
-        for part in chunks(batch, blocks, hidden, self._vocabulary, states.shape[1]):
-            own, before = states[part.at], previous[part.at]
-            with torch.no_grad():
-                base = self._backbone.logits(self._backbone.norm(own))
+        sums = dict.fromkeys(self._heads, torch.zeros(SUMS, device=features.device))
+        for part, *inputs in self._parts(batch, features, hidden):
             for kind, head in self._heads.items():
-                sums[kind] += self._backward(head, self._objectives[kind], own, before, base, part)
+                own = self._backward(head, self._objectives[kind], part, *inputs)
+                sums[kind] = sums[kind] + own
         return sums
 
-    def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+    def measure(self, batch: Batch, features: Tensor) -> dict[str, Tensor]:
         """Return sums with the cross-entropy, of the heads and of the drafter without one."""
-        states, previous, blocks = self._states(batch, features)
-        sums = {kind: Sums(torch.zeros(5, device=states.device)) for kind in (*self._heads, NAME)}
-        gamma = next(iter(self._objectives.values())).gamma
-        for part in chunks(batch, blocks, None, self._vocabulary, states.shape[1]):
-            own, before = states[part.at], previous[part.at]
-            base = self._backbone.logits(self._backbone.norm(own))
+        objective = Objective("ce", next(iter(self._objectives.values())).gamma)
+        sums = dict.fromkeys((*self._heads, NAME), torch.zeros(SUMS, device=features.device))
+        for part, states, previous, base in self._parts(batch, features, None):
             for kind in sums:
-                scores = self._scores(self._heads[kind], own, before, base) if kind != NAME else base
-                sums[kind] += score_loss(scores.flatten(0, 1), part, Objective("ce", gamma), False)[0]
+                scores = self._scores(self._heads[kind], states, previous, base) if kind != NAME else base
+                sums[kind] = sums[kind] + score_loss(scores, part, objective, gradient=False)[0]
         return sums
+
+    @torch.no_grad()
+    def _parts(
+        self, batch: Batch, features: Tensor, hidden: Tensor | None
+    ) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
+        """Give chunks of N blocks with what heads read of them.
+
+        That is the states [N, L, H] before the final norm, the token before each slot [N, L], and the drafter's own
+        scores [N, L, D].
+        """
+        backbone = self._backbone
+        states, blocks = block_states(backbone.net, backbone.embedding, batch, features[:, :, :-1])
+        places = teacher_places(batch, states.shape[2])
+        previous = batch.tokens.gather(1, places.flatten(1)).view_as(places).flatten(0, 1)
+        states = states.flatten(0, 1)
+        for part in chunks(batch, blocks, hidden, backbone.vocabulary):
+            own = states[part.at]
+            yield part, own, previous[part.at], backbone.logits(backbone.norm(own))
 
     def _backward(
-        self, head: Head, objective: Objective, states: Tensor, previous: Tensor, base: Tensor, part: Chunk
-    ) -> Sums:
+        self, head: Head, objective: Objective, part: Chunk, states: Tensor, previous: Tensor, base: Tensor
+    ) -> Tensor:
         scores = self._scores(head, states, previous, base)
-        sums, derived = score_loss(scores.detach().flatten(0, 1), part, objective)
-        assert derived is not None
-        targets, derivatives = [scores], [derived.view_as(scores)]
+        sums, derived = score_loss(scores.detach(), part, objective)
+        targets, derivatives = [scores], [derived]
         if _has_confidence(head):
             targets.append(self._confidence_loss(cast(Markov, head), scores.detach(), states, previous, part))
             derivatives.append(torch.ones_like(targets[-1]))
@@ -194,7 +198,7 @@ class HeadsJob:
         return sums
 
     def _scores(self, head: Head, states: Tensor, previous: Tensor, base: Tensor) -> Tensor:
-        with autocast(self._embedding):
+        with autocast(self._backbone.embedding):
             return head(self._backbone, states, previous, base)
 
     def _confidence_loss(
@@ -202,20 +206,11 @@ class HeadsJob:
     ) -> Tensor:
         """Sum the cross-entropy with 1 - TV, the overlap of drafter and target over the draft vocabulary (DSpark)."""
         assert part.teacher is not None
-        teacher = part.teacher.of_slots(scores.shape[1]).view_as(scores)
-        overlap = torch.minimum(scores.softmax(dim=-1), teacher).sum(dim=-1)
-        with autocast(self._embedding):
+        overlap = torch.minimum(scores.softmax(dim=-1), part.teacher).sum(dim=-1)
+        with autocast(self._backbone.embedding):
             logits = head.confidence(self._backbone, states, previous)
         loss = functional.binary_cross_entropy_with_logits(logits, overlap.clamp(max=1.0), reduction="none")
         return (loss * part.labels.in_text).sum()
-
-    @torch.no_grad()
-    def _states(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor, Blocks]:
-        """Compute states [C * A, L, H] before the final norm, the token before each slot [C * A, L], and the blocks."""
-        states, blocks = block_states(self._net, self._embedding, batch, features[:, :, :-1])
-        places = teacher_places(batch, states.shape[2])
-        previous = batch.tokens.gather(1, places.flatten(1)).view_as(places)
-        return states.flatten(0, 1), previous.flatten(0, 1), blocks
 
 
 def build_heads(specs: list[str], hidden_size: int, size: int, seed: int) -> dict[str, Head]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from ddtree.errors import CacheMemoryError, ConfigError
 from ddtree.model.target import Target
 from ddtree.sampling.params import SamplingParams
 from ddtree.storage import atomic_write
-from ddtree.train.arguments import option
+from ddtree.train.arguments import SynthesisConfig
 from ddtree.train.conversations import (
     SHORTEST_MESSAGE,
     ChatTemplate,
@@ -35,50 +35,13 @@ from ddtree.train.conversations import (
     unprintable_tokens,
 )
 from ddtree.train.data import Conversation, read_shard, shard_indices, shard_path, write_shard
+from ddtree.train.training_log import progress_bar
 
-ROWS_ON_ACCELERATORS = 4096
 _LOOP_EVERY = 16  # tokens between checks for a loop
 _EMPTY_SHARDS = 3
 _NOTE = "synthesis.json"
 _PREFIX_BYTES = 2**28  # for what prompts share: the template, and messages that the target has written
 _SHARD_ORDER = 2**63  # stream of draws for the order of shards; shard i has stream i
-
-
-@dataclass(frozen=True)
-class SynthesisConfig:
-    """Settings of a synthesis run. Each field's help describes it; user messages are sampled at temperature 1.
-
-    Raises:
-        ConfigError: a setting is out of range.
-    """
-
-    tokens: int = option(1_000_000, "answer tokens wanted (default: %(default)s)")
-    max_turn: int = option(112, "tokens of a user turn that the target writes (default: %(default)s)")
-    max_prompt: int = option(
-        512, "tokens of a given user turn; longer ones are left out (default: %(default)s)"
-    )
-    max_answer: int = option(288, "tokens of an answer (default: %(default)s)")
-    greedy_share: float = option(
-        0.5, "share of greedy answers; the others are sampled (default: %(default)s)"
-    )
-    rows: int = option(
-        192,
-        f"conversations at once (default: 192 on a CPU, {ROWS_ON_ACCELERATORS} elsewhere)",
-        default=None,
-    )
-    turn_top_p: float = 0.95
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "rows", "max_turn", "max_prompt", "max_answer"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 0 <= self.greedy_share <= 1:
-            raise ConfigError(f"greedy_share={self.greedy_share} is outside 0..1")
-        if not 0 < self.turn_top_p <= 1:
-            raise ConfigError(f"turn_top_p={self.turn_top_p} is outside (0, 1]")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed} is outside 0..2**63 - 1")
 
 
 @dataclass
@@ -156,10 +119,8 @@ class Synthesizer:
         )
         self._filter.left_out += left_out
 
-    def run(self, report: Callable[[int], None] | None = None) -> SynthesisSummary:
+    def run(self) -> SynthesisSummary:
         """Make shards until they hold the wanted answer tokens, or all given messages are answered.
-
-        `report` is called with the answer tokens held at the start and after each shard.
 
         Raises:
             ConfigError: the folder was filled with other settings; or the target ends no message of its own.
@@ -172,28 +133,29 @@ class Synthesizer:
             conversations = read_shard(shard_path(self._folder, index))[1]
             keys[index] = {conversation.key for conversation in conversations}
             summary.add(conversations)
-        index = empty = 0
-        while True:
-            if report:
-                report(summary.tokens)
-            while index in keys:
-                index += 1
-            all_answered = self._given is not None and index >= len(self._given)
-            if summary.tokens >= self._config.tokens or all_answered:
-                return summary
-            # Shards after this one do not count: they are not there in a run that nothing has stopped.
-            known = set().union(*(own for other, own in keys.items() if other < index))
-            conversations = self._filter.keep(self._shard(index), known)
-            write_shard(shard_path(self._folder, index), self._template.prefix, conversations)
-            keys[index] = {conversation.key for conversation in conversations}
-            summary.add(conversations)
-            empty = 0 if conversations else empty + 1
-            if empty == _EMPTY_SHARDS and self._given is None:
-                reason, _ = self._filter.left_out.most_common(1)[0]
-                raise ConfigError(
-                    f"the target ends no user turn of its own that can be used ({reason}); raise max_turn, or use a "
-                    "chat model"
-                )
+        empty = 0
+        indices = count() if self._given is None else range(len(self._given))
+        with progress_bar("synthesize", self._config.tokens, "answer tokens", summary.tokens) as bar:
+            for index in indices:
+                if summary.tokens >= self._config.tokens:
+                    break
+                if index in keys:
+                    continue
+                # Shards after this one do not count: they are not there in a run that nothing has stopped.
+                known = set().union(*(own for other, own in keys.items() if other < index))
+                conversations = self._filter.keep(self._shard(index), known)
+                write_shard(shard_path(self._folder, index), self._template.prefix, conversations)
+                keys[index] = {conversation.key for conversation in conversations}
+                summary.add(conversations)
+                bar.update(summary.tokens - bar.n)
+                empty = 0 if conversations else empty + 1
+                if empty == _EMPTY_SHARDS and self._given is None:
+                    reason, _ = self._filter.left_out.most_common(1)[0]
+                    raise ConfigError(
+                        f"the target ends no user turn of its own that can be used ({reason}); raise max_turn, or use "
+                        "a chat model"
+                    )
+        return summary
 
     def _note_settings(self) -> None:
         """Write down the settings that the folder's shards depend on, or check that they are those written down."""

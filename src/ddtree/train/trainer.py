@@ -10,8 +10,9 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,21 +29,19 @@ from torch.distributed.checkpoint.state_dict import (
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.storage import atomic_write
 from ddtree.train.arguments import Schedule, TrainConfig
-from ddtree.train.batches import Batch, Batches, Draws
+from ddtree.train.batches import Batch, Batches
 from ddtree.train.data import Corpus
 from ddtree.train.distributed import Group, gradients
-from ddtree.train.loss import Sums
+from ddtree.train.loss import ACCEPTED, BLOCKS, CROSS_ENTROPY, OBJECTIVE, SUMS, WEIGHT
 from ddtree.train.training_log import LOG, HeldOutScore, TrainLog, TrainProgress
 
 STATE = "fit.pt"
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
 _GPU_STEPS_BETWEEN_READS = 20  # each read of the loss waits for the GPU
-_LOG_EVERY = 20
 _GPU_MULTIPLE = 32
-_WHOLE = StateDictOptions(
-    full_state_dict=True, cpu_offload=True
-)  # the same file whether weights are sharded or not
+# The same file whether weights are sharded or not.
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 Features = Callable[[Tensor], Tensor]
 """Features [C, n, F + 1, H] of tokens [C, n], as `Teacher` computes them."""
@@ -63,13 +62,13 @@ class Job(Protocol):
     block: int
     settings: dict[str, Any]
 
-    def train(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
-        """Add the gradients of each module's summed objective to its parameters' own.
+    def train(self, batch: Batch, features: Tensor) -> dict[str, Tensor]:
+        """Add the gradients of each module's summed objective to its parameters' own; return sums as in `loss`.
 
         `features` [C, n, F + 1, H] are outputs of the target's feature layers, then what enters its head.
         """
 
-    def measure(self, batch: Batch, features: Tensor) -> dict[str, Sums]:
+    def measure(self, batch: Batch, features: Tensor) -> dict[str, Tensor]:
         """Return sums with the cross-entropy, of the modules and perhaps of more; it needs no gradients."""
 
 
@@ -119,19 +118,11 @@ class Trainer:
         self._group = group or Group()
         self._schedule = Schedule(config)
         self._evaluations_without_gain = 0
-        self._totals = torch.zeros((len(job.modules), 5), device=device)
+        self._totals = torch.zeros((len(job.modules), SUMS), device=device)
         on_gpu = device.type == "cuda"
         self._read_every = _GPU_STEPS_BETWEEN_READS if on_gpu else 1
-        draws = Draws(
-            config.conversations,
-            config.anchors,
-            job.block,
-            config.seed,
-            config.prefix_share,
-            config.prefix_decay,
-            _GPU_MULTIPLE if on_gpu else 1,
-        )
-        self._batches = Batches(corpus, draws, cached=features is None)
+        multiple = _GPU_MULTIPLE if on_gpu else 1
+        self._batches = Batches(corpus, config, job.block, features is None, multiple)
         self._modules = nn.ModuleDict(job.modules)
         weights = list(self._modules.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -145,9 +136,7 @@ class Trainer:
         )
         if self._group.sharded and job.root is not None:
             self._group.shard(job.root, self._optimizer)
-        self._averages = {
-            name: MovingAverage(module, config.ema) for name, module in job.modules.items() if config.ema
-        }
+        self._average = MovingAverage(self._modules, config.ema) if config.ema else None
 
     @property
     def seconds(self) -> float:
@@ -163,8 +152,11 @@ class Trainer:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._resume()
-        log = TrainLog(self._folder / LOG, self.step) if self._group.main else None
-        batches = self._batches.ahead(self._batch_numbers())
+        log = None
+        if self._group.main:
+            log = TrainLog(self._folder / LOG, self._config, self.step, self.seconds)
+        own = self.step * self._config.accumulate * self._group.size + self._group.rank
+        batches = self._batches.ahead(count(own, self._group.size))
         over = self._over()
         while not over:
             rate = self._train_step(batches)
@@ -179,10 +171,12 @@ class Trainer:
                 self._keep(scores)
                 over = over or self._over()
             progress = TrainProgress(self.step, self.seconds, loss, scores)
-            if log and (scores or self.step % _LOG_EVERY == 0):
+            if log:
                 log.add(progress, rate)
             if report:
                 report(progress)
+        if log:
+            log.close()
         batches.close()
         for name, module in self.job.modules.items():
             best = torch.load(self._folder / f"{name}.pt", map_location="cpu", weights_only=True)
@@ -194,22 +188,22 @@ class Trainer:
         """Measure on held-out answers, with an anchor at every `every`-th token."""
         names: list[str] = []
         totals = torch.zeros(0, device=self._device)
-        with ExitStack() as stack:
-            for average in self._averages.values():
-                stack.enter_context(average.in_place())
-            self._modules.eval()
+        self._modules.eval()
+        with self._averaged():
             for batch, counts in self._shares(self._batches.held_out(every, self._config.look_at)):
                 moved = batch.to(self._device)
                 sums = self.job.measure(moved, self._features_of(moved))
-                own = torch.stack([part.values for part in sums.values()])
+                own = torch.stack(list(sums.values()))
                 if not names:
                     names, totals = list(sums), torch.zeros_like(own)
                 if counts:
                     totals += own
         self._modules.train()
         self._group.sum([totals])
-        found = zip(names, totals.tolist(), strict=True)
-        return {name: HeldOutScore(v[1] / max(v[2], 1e-9), 1 + v[3] / max(v[4], 1)) for name, v in found}
+        loss = totals[:, CROSS_ENTROPY] / totals[:, WEIGHT].clamp(min=1e-9)
+        tau = 1 + totals[:, ACCEPTED] / totals[:, BLOCKS].clamp(min=1)
+        found = zip(names, loss.tolist(), tau.tolist(), strict=True)
+        return {name: HeldOutScore(*values) for name, *values in found}
 
     def _train_step(self, batches: Iterator[Batch]) -> float:
         """Do one optimizer step; return its learning rate."""
@@ -221,19 +215,19 @@ class Trainer:
         for _ in range(config.accumulate):
             batch = next(batches).to(self._device)
             sums = self.job.train(batch, self._features_of(batch))
-            totals += torch.stack([sums[name].values for name in self.job.modules])
+            totals += torch.stack([sums[name] for name in self.job.modules])
         # Backward through sharded weights has averaged the gradients over the processes; others are summed here.
         sharded = group.sharded and self.job.root is not None
         group.sum([totals, *([] if sharded else gradients(self._modules))])
         for own, module in zip(totals, self.job.modules.values(), strict=True):
-            scale = (group.size if sharded else 1) / own[2].clamp(min=1e-9)
+            scale = (group.size if sharded else 1) / own[WEIGHT].clamp(min=1e-9)
             for gradient in gradients(module):
                 gradient.mul_(scale)
             nn.utils.clip_grad_norm_(module.parameters(), _CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        for average in self._averages.values():
-            average.update()
+        if self._average:
+            self._average.update()
         self._totals += totals
         return rate
 
@@ -241,13 +235,6 @@ class Trainer:
         features = batch.features if self._features is None else self._features(batch.tokens)
         assert features is not None
         return features
-
-    def _batch_numbers(self) -> Iterator[int]:
-        """Give the numbers of this process's batches, from the next step on."""
-        number = self.step * self._config.accumulate
-        while True:
-            yield number * self._group.size + self._group.rank
-            number += 1
 
     def _shares(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
         """Give this process's share, equally many in each process; False marks a batch that must not count."""
@@ -265,8 +252,8 @@ class Trainer:
 
     def _mean_loss(self) -> dict[str, float]:
         """Return the mean objective of the steps since the last call, by module."""
-        found = zip(self.job.modules, self._totals.tolist(), strict=True)
-        loss = {name: values[0] / max(values[2], 1e-9) for name, values in found}
+        means = self._totals[:, OBJECTIVE] / self._totals[:, WEIGHT].clamp(min=1e-9)
+        loss = dict(zip(self.job.modules, means.tolist(), strict=True))
         self._totals.zero_()
         if any(map(math.isnan, loss.values())):
             raise ConfigError(f"the loss is not a number at step {self.step}; lower learning_rate")
@@ -275,11 +262,17 @@ class Trainer:
     def _keep(self, scores: dict[str, HeldOutScore]) -> None:
         """Save the state, and the weights of each module that has its best score."""
         self._evaluations_without_gain += 1
-        for name, module in self.job.modules.items():
-            if name in self.best and scores[name].loss >= self.best[name].loss:
-                continue
-            self.best[name], self._evaluations_without_gain = scores[name], 0
-            self._save(self._averaged(name) if self._averages else _state_of(module), f"{name}.pt")
+        with self._averaged():
+            for name, module in self.job.modules.items():
+                if name not in self.best or scores[name].loss < self.best[name].loss:
+                    self.best[name], self._evaluations_without_gain = scores[name], 0
+                    self._save(_state_of(module), f"{name}.pt")
+            # Copies, since on a CPU the state is the weights themselves, which get their own values back.
+            averages = {
+                name: copy.deepcopy(_state_of(module))
+                for name, module in self.job.modules.items()
+                if self._average
+            }
         state = {
             "settings": self._settings(),
             "step": self.step,
@@ -288,15 +281,14 @@ class Trainer:
             "best": {name: [best.loss, best.tau] for name, best in self.best.items()},
             "modules": _state_of(self._modules),
             "optimizer": get_optimizer_state_dict(self._modules, self._optimizer, options=_WHOLE),
-            "averages": {name: self._averaged(name) for name in self._averages},
+            "averages": averages,
         }
         self._save(state, STATE)
         self._group.wait()
 
-    def _averaged(self, name: str) -> dict[str, Any]:
-        with self._averages[name].in_place():
-            # Copies, since on a CPU the state is the weights themselves, which get their own values back.
-            return copy.deepcopy(_state_of(self.job.modules[name]))
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Put the average, if there is one, in the modules' place inside the block."""
+        return self._average.in_place() if self._average else nullcontext()
 
     def _save(self, state: dict[str, Any], name: str) -> None:
         if self._group.main:
@@ -313,10 +305,11 @@ class Trainer:
             raise CheckpointError(f"{path} belongs to a fit with other settings; delete it to start anew")
         self.step, self._evaluations_without_gain = state["step"], state["stale"]
         self.best = {name: HeldOutScore(*values) for name, values in state["best"].items()}
-        for name, average in self._averages.items():
+        if self._average:
             # In the modules' place first: that is where a state is loaded into.
-            set_model_state_dict(self.job.modules[name], state["averages"][name], options=_WHOLE)
-            average.restart(self.step)
+            for name, module in self.job.modules.items():
+                set_model_state_dict(module, state["averages"][name], options=_WHOLE)
+            self._average.restart(self.step)
         set_model_state_dict(self._modules, state["modules"], options=_WHOLE)
         set_optimizer_state_dict(self._modules, self._optimizer, state["optimizer"], options=_WHOLE)
         self._schedule.start(state["seconds"])

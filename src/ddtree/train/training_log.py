@@ -1,4 +1,4 @@
-"""Log a training run: lines of figures in a file, and a progress bar."""
+"""Report a training run: lines of figures in a file, and a progress bar."""
 
 from __future__ import annotations
 
@@ -6,51 +6,15 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
-_SECONDS_BETWEEN_LINES = 30.0  # where the output is a file: each refresh is one more line of it
-
-
-class ProgressLine:
-    """Show how far a job is, with the rate, the time left and a note.
-
-    Args:
-        label: name of the job, as in "fit".
-        total: how much there is to do, as in 2000.
-        unit: name of what is counted, as in "steps".
-        stream: where to write; standard error by default, since standard output belongs to results.
-    """
-
-    def __init__(self, label: str, total: int, unit: str, stream: TextIO | None = None) -> None:
-        self._label, self._total, self._unit = label, total, unit
-        self._stream = stream or sys.stderr
-        self._bar: tqdm | None = None
-
-    def update(self, done: int, note: str = "") -> None:
-        """Show that `done` of the total are done. The first call sets where the rate counts from."""
-        if self._bar is None:
-            live = self._stream.isatty()
-            self._bar = tqdm(
-                desc=self._label,
-                total=self._total,
-                unit=f" {self._unit}",
-                initial=done,
-                file=self._stream,
-                mininterval=0.1 if live else _SECONDS_BETWEEN_LINES,
-                dynamic_ncols=live,
-            )
-        self._bar.set_postfix_str(note, refresh=False)
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        """Draw the last state and end the line."""
-        if self._bar is not None:
-            self._bar.close()
-
+from ddtree.train.arguments import TrainConfig
 
 LOG = "log.jsonl"
+_STEPS_BETWEEN_LINES = 20
+_SECONDS_BETWEEN_REFRESHES = 30.0  # where the output is a file: each refresh is one more line of it
 
 
 @dataclass(frozen=True)
@@ -84,24 +48,50 @@ class TrainProgress:
 
 
 class TrainLog:
-    """Appends to a file of JSON lines. Lines of steps after `step`, which a killed run has lost, are removed first."""
+    """Shows a run on a progress bar, and appends to a file of JSON lines.
 
-    def __init__(self, path: Path, step: int) -> None:
-        self._path = path
+    Lines of steps that a killed run has lost are removed first.
+
+    Args:
+        path: of the file; its folder's name is the bar's label.
+        config: says how long the run is, in steps or minutes.
+        step: steps done by earlier runs.
+        seconds: time that they took.
+    """
+
+    def __init__(self, path: Path, config: TrainConfig, step: int, seconds: float) -> None:
         kept = [line for line in read_log(path) if line["step"] <= step]
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._path = path
+        self._limit = None if config.minutes is None else round(60 * config.minutes)
+        total, unit = (config.steps, "steps") if self._limit is None else (self._limit, "s")
+        self._bar = progress_bar(path.parent.name, total, unit, self._done(step, seconds))
+        self._shown: dict[str, float] = {}
 
     def add(self, progress: TrainProgress, rate: float) -> None:
-        """Append a line: with one module "loss", "held_out" and "tau", with several "loss.NAME" and so on."""
-        line = {"step": progress.step, "seconds": round(progress.seconds, 2), "rate": rate}
+        """Show a step, and write down each 20th and each with an evaluation, with its learning rate.
+
+        With one module a line has "loss", "held_out" and "tau", with several "loss.NAME" and so on.
+        """
         single = len(progress.loss) == 1
-        for name, loss in progress.loss.items():
-            line["loss" if single else f"loss.{name}"] = loss
+        figures = {"loss" if single else f"loss.{name}": loss for name, loss in progress.loss.items()}
         for name, score in (progress.held_out or {}).items():
             suffix = "" if single and name in progress.loss else f".{name}"
-            line |= {f"held_out{suffix}": score.loss, f"tau{suffix}": score.tau}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            figures |= {f"held_out{suffix}": score.loss, f"tau{suffix}": score.tau}
+        self._shown |= figures if self._limit is None else {"step": progress.step, **figures}
+        self._bar.set_postfix(self._shown, refresh=False)
+        self._bar.update(self._done(progress.step, progress.seconds) - self._bar.n)
+        if progress.held_out or progress.step % _STEPS_BETWEEN_LINES == 0:
+            line = {"step": progress.step, "seconds": round(progress.seconds, 2), "rate": rate, **figures}
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """End the progress bar."""
+        self._bar.close()
+
+    def _done(self, step: int, seconds: float) -> int:
+        return step if self._limit is None else min(round(seconds), self._limit)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -115,37 +105,21 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-class TrainProgressLine:
-    """Shows the steps or the time of a run with its loss and the last scores on held-out answers.
+def progress_bar(label: str, total: int, unit: str, done: int = 0) -> tqdm:
+    """Return a progress bar on standard error, since standard output belongs to results.
 
     Args:
-        label: name of the run, as in "fit".
-        steps: of the whole run.
-        minutes: of the whole run, or None if it is measured in steps.
+        label: name of the job, as in "fit".
+        total: how much there is to do, as in 2000.
+        unit: name of what is counted, as in "steps".
+        done: what earlier runs have done, which the rate leaves out.
     """
-
-    def __init__(self, label: str, steps: int, minutes: float | None) -> None:
-        self._limit = None if minutes is None else round(60 * minutes)
-        self._line = ProgressLine(label, self._limit or steps, "s" if self._limit else "steps")
-        self._scores: dict[str, HeldOutScore] = {}
-
-    def update(self, progress: TrainProgress) -> None:
-        """Show the state after a step."""
-        self._scores = progress.held_out or self._scores
-        parts = [f"step {progress.step:,}"] if self._limit else []
-        parts.append("loss " + _listed(progress.loss))
-        if self._scores:
-            parts.append("held out " + _listed({name: score.loss for name, score in self._scores.items()}))
-            parts.append("chain " + _listed({name: score.tau for name, score in self._scores.items()}))
-        done = min(round(progress.seconds), self._limit) if self._limit else progress.step
-        self._line.update(done, ", ".join(parts))
-
-    def close(self) -> None:
-        """End the line."""
-        self._line.close()
-
-
-def _listed(values: dict[str, float]) -> str:
-    if len(values) == 1:
-        return f"{next(iter(values.values())):.3f}"
-    return " ".join(f"{name} {value:.3f}" for name, value in values.items())
+    often = sys.stderr.isatty()
+    return tqdm(
+        desc=label,
+        total=total,
+        unit=f" {unit}",
+        initial=done,
+        mininterval=0.1 if often else _SECONDS_BETWEEN_REFRESHES,
+        dynamic_ncols=often,
+    )
