@@ -50,8 +50,8 @@ test-exhaustive: $(DEV)
 
 # The other end of the supported range: the tests that touch transformers, against its oldest release.
 OLDEST_STAMP = $(VENV)/oldest-$(subst /,-,$(subst =,-,$(OLDEST))).stamp
-OLDEST_TESTS = tests/model/test_target.py tests/engine/test_engine.py \
-  tests/integrations/test_transformers.py tests/test_equality.py
+OLDEST_TESTS = tests/model/test_target.py tests/model/test_autoregressive.py tests/model/test_architectures.py \
+  tests/engine/test_engine.py tests/integrations/test_transformers.py tests/test_equality.py
 test-oldest: $(OLDEST_STAMP)
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) -k "llama or not equality" $(OLDEST_TESTS)

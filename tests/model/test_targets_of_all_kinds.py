@@ -54,7 +54,7 @@ def test_a_window_that_lives_in_the_models_own_mask_alone_is_obeyed(family, leng
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("bert", {}), ("biogpt", {}), ("dbrx", {}), ("granitemoehybrid", {"start": {"layer_types": ["attention"] * 32}}),
-     ("modernbert-decoder", {})],
+     ("modernbert-decoder", {}), ("gemma4_text", {"use_bidirectional_attention": "vision"})],
 )  # fmt: skip
 def test_families_qualify_by_what_they_do_and_not_by_their_flags(family, changes):
     model = build(family, **changes).model
@@ -64,11 +64,13 @@ def test_families_qualify_by_what_they_do_and_not_by_their_flags(family, changes
 
 
 @pytest.mark.parametrize(
-    ("family", "message"),
-    [("doge", "mask of its own"), ("moshi", "window in its cache alone"), ("gpt_neo", "attention interface")],
-)
-def test_families_whose_masks_a_tree_cannot_replace_are_decoded_plainly(family, message):
-    model = build(family).model
+    ("family", "changes", "message"),
+    [("doge", {}, "mask of its own"), ("moshi", {}, "window in its cache alone"),
+     ("gpt_neo", {}, "attention interface"),
+     ("minimax", {"start": {"layer_types": ["full_attention"] * 32}}, "cannot take a draft tree")],
+)  # fmt: skip
+def test_families_that_cannot_take_a_tree_are_decoded_plainly(family, changes, message):
+    model = build(family, **changes).model
     with pytest.raises(UnsupportedModelError, match=message):
         Target(model)
     with ddtree.load(model) as loaded:
