@@ -209,6 +209,25 @@ def test_a_template_with_todays_date_stays_at_the_day_on_which_the_folder_was_be
     assert read_shard(shard_path(work / "answers", 0))[0] == [7, *today]
 
 
+def test_a_synthesis_is_not_taken_up_with_another_template(target, work):
+    prefix, conversations = read_shard(shard_path(work / "answers", 0))
+    write_shard(shard_path(work / "answers", 0), [9, *prefix], conversations)
+    with pytest.raises(ConfigError, match="another chat template, or on a day"):
+        run(arguments(target, work, "synthesize", "--tokens=100000"))
+
+
+def test_fresh_goes_with_a_step_that_trains(target, work):
+    with pytest.raises(ConfigError, match="--fresh begins a training anew, and export needs a finished one"):
+        run(arguments(target, work, "export", "--fresh"))
+    assert shard_indices(work / "answers")
+
+
+def test_a_folder_without_a_note_is_taken_to_be_of_the_target(target, work, caplog):
+    (work / "target.json").unlink()
+    run(arguments(target, work, "synthesize"))
+    assert "does not say of which target" in caplog.text and (work / "target.json").exists()
+
+
 def test_shards_of_several_days_are_not_mixed(work):
     prefix, conversations = read_shard(shard_path(work / "answers", 0))
     write_shard(shard_path(work / "answers", 90), [9, *prefix], conversations)

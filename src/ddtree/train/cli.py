@@ -342,6 +342,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "FSDP trains: run the steps fit and heads with it, each by itself, and others without"
         )
+    if args.fresh and set(chosen) <= _WITHOUT_TARGET:
+        raise ConfigError(
+            f"--fresh begins a training anew, and {args.step} needs a finished one: leave it out"
+        )
     loaded = None
     made_with: dict[str, str] = {}
     if not set(chosen) <= _WITHOUT_TARGET:

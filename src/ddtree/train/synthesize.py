@@ -130,7 +130,8 @@ class Synthesizer:
         keys: dict[int, set[bytes]] = {}
         summary = SynthesisSummary(0, 0, self._filter.left_out)
         for index in shard_indices(self._folder):
-            conversations = read_shard(shard_path(self._folder, index))[1]
+            prefix, conversations = read_shard(shard_path(self._folder, index))
+            self._check_template(prefix, conversations)
             keys[index] = {conversation.key for conversation in conversations}
             summary.add(conversations)
         empty = 0
@@ -156,6 +157,16 @@ class Synthesizer:
                         "a chat model"
                     )
         return summary
+
+    def _check_template(self, prefix: list[int], conversations: list[Conversation]) -> None:
+        """Raise ConfigError for a shard made with another chat template, or with the date of another day in it."""
+        middle = self._template.middle
+        found = [c.tokens[c.answer_start - len(middle) : c.answer_start].tolist() for c in conversations[:1]]
+        if prefix != self._template.prefix or found not in ([], [middle]):
+            raise ConfigError(
+                f"{self._folder} holds answers made with another chat template, or on a day whose date the template "
+                "writes: give another folder, or begin anew with --fresh"
+            )
 
     def _note_settings(self) -> None:
         """Write down the settings that the folder's shards depend on, or check that they are those written down."""

@@ -8,6 +8,7 @@ day render it as of the day on which the folder was begun.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from ddtree.policy import cache
 from ddtree.storage import write_json
 from ddtree.train.export import DRAFTER, EVALUATION, FIT, HEADS, NGRAMS, SUMMARY
 
+_log = logging.getLogger(__name__)
 ANSWERS = "answers"
 _NOTE = "target.json"
 _CONTENTS = (ANSWERS, FIT, HEADS, DRAFTER, *KINDS, NGRAMS, SUMMARY, EVALUATION, _NOTE)
@@ -43,9 +45,12 @@ def prepare(folder: Path, name: str, made_with: dict[str, str], fresh: bool = Fa
     if fresh:
         for content in _CONTENTS:
             path = folder / content
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            linked = path.is_symlink() or not path.is_dir()
+            path.unlink(missing_ok=True) if linked else shutil.rmtree(path)
     known = _read(folder)
     if known is None:
+        if (folder / ANSWERS).exists():
+            _log.warning("%s does not say of which target it is: taken to be of %s", folder, name)
         began = datetime.now().astimezone().isoformat(timespec="seconds")
         write_json(folder / _NOTE, {"name": name, "began": began, **made_with})
         return
