@@ -549,6 +549,37 @@ def test_ctrl_c_ends_the_answer_and_leaves_the_model_usable(model):
     assert model.generate(PROMPT, temperature=0, max_tokens=30).token_ids == expected
 
 
+def test_a_stream_that_ctrl_c_breaks_off_goes_on_without_a_gap(model):
+    """Between two pieces no token may be lost."""
+    stream, taken, own = model.stream(PROMPT, temperature=0, max_tokens=30), [], api.Sequence.take_new
+    pieces = []
+
+    def interrupted(sequence):
+        new = own(sequence)
+        if not taken and new.text:
+            taken.append(new)
+            os.kill(os.getpid(), signal.SIGINT)
+        return new
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api.Sequence, "take_new", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pieces += stream
+    pieces += stream
+    assert [t for piece in pieces for t in piece.token_ids] == stream.result.token_ids
+
+
+def test_a_second_ctrl_c_breaks_a_processor_off(model):
+    def hang(prefix, logits):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(PROMPT, max_tokens=5, processors=[hang])
+    assert model.generate(PROMPT, max_tokens=2).token_ids and model.engine.idle
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [("cache", "take"), ("cache", "commit"), ("cache", "drop_row"), ("drafter", "add_row"), ("drafter", "observe"),

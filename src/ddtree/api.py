@@ -375,6 +375,7 @@ class Stream(Iterator[Piece]):
         self._model = model
         self._sequence = sequence
         self._tokens: list[int] = []  # chosen, and not yet given out with a piece
+        self._ready: Piece | None = None  # kept over an interruption
 
     @property
     def result(self) -> Result:
@@ -384,12 +385,16 @@ class Stream(Iterator[Piece]):
         return self._result
 
     def __next__(self) -> Piece:
-        while self._result is None:
-            piece = self._piece()
-            if piece is not None:
-                return piece
-            self._model.step()
-        raise StopIteration
+        with _interrupts_deferred() as check:
+            while self._ready is None:
+                if self._result is not None:
+                    raise StopIteration
+                self._ready = self._piece()
+                if self._ready is None:
+                    self._model.step()
+                    check()
+        piece, self._ready = self._ready, None
+        return piece
 
     def close(self) -> None:
         """Cancel the rest of the answer; nothing happens when it has ended."""
@@ -437,7 +442,8 @@ def _automatic(target: Any) -> DrafterSpec:
 def _interrupts_deferred() -> Iterator[Callable[[], None]]:
     """Hold Ctrl-C back until the end of a block, so that no row is left half done; give a function that lets it in.
 
-    Only the main thread gets signals, and blocks may be nested.
+    A second one is not held back: a custom processor may never return. Only the main thread gets signals, and blocks
+    may be nested.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -449,7 +455,12 @@ def _interrupts_deferred() -> Iterator[Callable[[], None]]:
         if arrived:
             handler(*arrived.pop())
 
-    signal.signal(signal.SIGINT, lambda *signalled: arrived.append(signalled))
+    def hold(*signalled: Any) -> None:
+        if arrived:
+            deliver()
+        arrived.append(signalled)
+
+    signal.signal(signal.SIGINT, hold)
     try:
         yield deliver
     finally:

@@ -50,6 +50,16 @@ def test_a_prompt_longer_than_the_original_context_is_answered(rope):
     assert list(result.token_ids) == expected
 
 
+def test_a_factor_of_one_kind_of_layer_is_in_the_configs_length_already():
+    """As Gemma 3 has it: 131,072 tokens, of which the full layers' angles are an eighth."""
+    for ropes in ((LINEAR, DEFAULT), (LINEAR, LINEAR)):
+        kinds = dict(zip(("full_attention", "sliding_attention"), ropes, strict=True))
+        assert (
+            context_limit(tiny.model("gemma3", rope_parameters=kinds, max_position_embeddings=LENGTH), None)
+            == LENGTH
+        )
+
+
 def test_longrope_of_one_kind_of_layer_ends_with_its_short_factors():
     ropes = {"full_attention": LONG, "sliding_attention": DEFAULT}
     model = tiny.model("gemma3", rope_parameters=ropes)

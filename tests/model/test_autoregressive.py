@@ -46,27 +46,25 @@ def cpm_ant():
     )  # fmt: skip
 
 
-class Softened(hf.LlamaForCausalLM):
-    """A Llama; `soften` gives it the learned prompt of a wrapper, as PEFT does it."""
+def soften(model):
+    """Give a model the learned prompt of a wrapper, as PEFT does it."""
+    prompt = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1))
+    own = model.prepare_inputs_for_generation
 
-    def soften(self):
-        prompt = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1))
-        own = self.prepare_inputs_for_generation
+    def prepare(ids, *args, is_first_iteration=False, **kwargs):
+        inputs = own(ids, *args, is_first_iteration=is_first_iteration, **kwargs)
+        inputs.pop("position_ids", None)
+        if is_first_iteration:
+            embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
+            inputs["inputs_embeds"] = torch.cat([prompt, embedded], dim=1)
+        return inputs
 
-        def prepare(ids, *args, is_first_iteration=False, **kwargs):
-            inputs = own(ids, *args, is_first_iteration=is_first_iteration, **kwargs)
-            inputs.pop("position_ids", None)
-            if is_first_iteration:
-                embedded = self.get_input_embeddings()(inputs.pop("input_ids"))
-                inputs["inputs_embeds"] = torch.cat([prompt, embedded], dim=1)
-            return inputs
-
-        self.prepare_inputs_for_generation = prepare
-        return self
+    model.prepare_inputs_for_generation = prepare
+    return model
 
 
 def softened():
-    return built(Softened, hf.LlamaConfig).soften()
+    return soften(built(hf.LlamaForCausalLM, hf.LlamaConfig))
 
 
 class Wrapped(nn.Module):
@@ -144,12 +142,22 @@ def test_soft_prompts_take_no_named_drafter():
         theirs(softened(), PROMPTS[0], custom_generate=ddtree.custom_generate, drafter="lookup")
 
 
+def test_soft_prompts_take_their_places_of_a_learned_table():
+    config = hf.GPT2Config(
+        vocab_size=tiny.VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
+    with ddtree.load(soften(hf.GPT2LMHeadModel(config).eval())) as loaded:
+        result = loaded.generate(list(range(3, 23)), temperature=0, max_tokens=60, ignore_eos=True)
+    assert result.finish_reason == "length" and len(result.token_ids) == 64 - 5 - 20
+
+
 def test_what_the_generation_config_says_of_search_is_no_part_of_plain_decoding(model):
     expected = theirs(model, PROMPTS[0])
     before = model.generation_config
     model.generation_config = hf.GenerationConfig(
-        num_beams=2, num_return_sequences=2, max_new_tokens=3, use_cache=False
-    )
+        num_beams=2, num_return_sequences=2, max_new_tokens=3, use_cache=False, penalty_alpha=0.6, top_k=4,
+        bad_words_ids=[[9999]], repetition_penalty=5.0,
+    )  # fmt: skip
     try:
         with ddtree.load(model, drafter="none") as loaded:
             options = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "repetition_penalty": 1.3}

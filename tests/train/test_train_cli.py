@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load
+from tokenizers.normalizers import Lowercase
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ddtree.cli import main
@@ -175,11 +176,27 @@ def other_weights(model, tokenizer):
     model.model.norm.weight.data += 0.5
 
 
+def another_embedding_of_one_token(model, tokenizer):
+    model.model.embed_tokens.weight.data[-1] *= 2
+
+
+def another_normalizer(model, tokenizer):
+    tokenizer.backend_tokenizer.normalizer = Lowercase()
+
+
 def other_template(model, tokenizer):
     tokenizer.chat_template += " "
 
 
-@pytest.mark.parametrize(("change", "what"), [(other_weights, "weights"), (other_template, "chat template")])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (other_weights, "weights"),
+        (another_embedding_of_one_token, "weights"),
+        (another_normalizer, "tokenizer"),
+        (other_template, "chat template"),
+    ],
+)
 def test_a_work_folder_of_another_target_is_refused_with_both_names(target, work, tmp_path, change, what):
     other = changed(target, tmp_path / "other", change)
     with pytest.raises(
@@ -216,9 +233,23 @@ def test_a_synthesis_is_not_taken_up_with_another_template(target, work):
         run(arguments(target, work, "synthesize", "--tokens=100000"))
 
 
+def test_what_changes_no_text_makes_no_other_target_but_a_dtype_does(target, work):
+    config = json.loads((target / "config.json").read_text())
+    other = shutil.copytree(target, work.parent / "same")
+    (other / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    run(arguments(other, work, "features"))
+    with pytest.raises(ConfigError, match="dtype"):
+        run(arguments(other, work, "features", "--dtype=bfloat16"))
+
+
 def test_fresh_goes_with_a_step_that_trains(target, work):
-    with pytest.raises(ConfigError, match="--fresh begins a training anew, and export needs a finished one"):
-        run(arguments(target, work, "export", "--fresh"))
+    for step in ("fit", "export"):
+        with pytest.raises(
+            ConfigError, match=f"--fresh begins a training anew, and {step} needs what is there"
+        ):
+            run(arguments(target, work, step, "--fresh"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run(arguments(target, work, "synthesize", "--fresh", f"--prompts={work / 'nowhere'}"))
     assert shard_indices(work / "answers")
 
 

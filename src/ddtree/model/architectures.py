@@ -74,10 +74,13 @@ def context_limit(model: Any, wanted: int | None) -> int:
     config = model.config.get_text_config()
     sizes = (getattr(config, name, None) for name in _CONTEXT_NAMES)
     own = next((size for size in sizes if is_whole(size) and size > 0), UNLIMITED)
-    for rope in _ropes(config):
+    ropes, given = _ropes(config), own
+    for rope in ropes:
         kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
-        if kind in ("yarn", "linear") and own <= (original or own):
-            own = int(own * (rope.get("factor") or 1))
+        # Where kinds of layers have angles of their own (Gemma 3), the config's length is that of all of them.
+        left = given <= original if original else len(ropes) == 1
+        if kind in ("yarn", "linear") and left:
+            own = max(own, int(given * (rope.get("factor") or 1)))
         if kind == "longrope":
             own = min(own, original or getattr(config, "original_max_position_embeddings", None) or own)
     own = min(own, _learned_positions(model))

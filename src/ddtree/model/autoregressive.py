@@ -6,30 +6,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from ddtree.errors import UnsupportedModelError, first_line
 from ddtree.model import Forward, TargetModel
-from ddtree.model.architectures import cache_of, why_no_tree
+from ddtree.model.architectures import CACHE_NAMES, cache_of, extrapolates, why_no_tree
 from ddtree.model.kv_cache import drop_row
 from ddtree.model.target import HuggingFaceTarget, Target
 from ddtree.tree import DraftTree
 
 _STEPS = 4
 """Tokens that a model must continue a text by just as its own `generate` does."""
-_PLAINLY: dict[str, Any] = {
-    "use_cache": True, "cache_implementation": None, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": None,
-    "min_length": 0, "min_new_tokens": None, "prompt_lookup_num_tokens": None, "stop_strings": None,
-    "eos_token_id": None, "token_healing": False,
-}  # fmt: skip
-"""What a model's generation_config.json may say of how to search and when to stop, which is our part."""
-_checked: WeakSet[torch.nn.Module] = WeakSet()
-"""Models that were compared with their own `generate`, so that they are not again for every call."""
+_checked: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+"""Models that were compared with their own `generate`, so that they are not again for every call, with the positions
+that each has before a text (soft prompts)."""
+
+
+@contextmanager
+def _bare_config(model: Any) -> Iterator[None]:
+    """Take away what a model's generation_config.json says of search and sampling, which is our part."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 class Continuation:
@@ -46,13 +52,13 @@ class Continuation:
     def __init__(self, model: Any, ids: Tensor) -> None:
         self._ids = ids
         self._first = True
-        model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_length=ids.shape[1] + 1,
-            custom_generate=self._receive,
-            **_PLAINLY,
-        )
+        with _bare_config(model):
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_length=ids.shape[1] + 1,
+                custom_generate=self._receive,
+            )
 
     def _receive(
         self,
@@ -67,6 +73,15 @@ class Continuation:
         # A wrapper puts its own in the place of the model's, and takes it away when `generate` ends.
         self._prepare = model.prepare_inputs_for_generation
         return input_ids
+
+    @property
+    def cached(self) -> int:
+        """Return how many tokens the model's cache holds, soft prompts included; 0 where it does not tell."""
+        cache = next((self._inputs[name] for name in CACHE_NAMES if self._inputs.get(name) is not None), None)
+        try:
+            return int(cache.get_seq_length()) if cache is not None else 0
+        except (AttributeError, ValueError):  # a recurrent state
+            return 0
 
     def append(self, token: int) -> None:
         """Append a token to the text."""
@@ -162,8 +177,9 @@ class AutoregressiveTarget(HuggingFaceTarget, TargetModel):
         self.feature_layers: tuple[int, ...] = ()
         self.reason = why_no_tree(model) or "asked for"
         if model not in _checked:
-            self._check()
-            _checked.add(model)
+            _checked[model] = self._check()
+        if not extrapolates(self.config):
+            self.max_context -= _checked[model]
 
     def use_features(self, layers: tuple[int, ...]) -> None:
         """Raise UnsupportedModelError for any layer: features are for drafters, and no drafts can be verified."""
@@ -204,8 +220,11 @@ class AutoregressiveTarget(HuggingFaceTarget, TargetModel):
         return Forward(torch.cat(rows), None)
 
     @torch.inference_mode()
-    def _check(self) -> None:
+    def _check(self) -> int:
         """Compare some steps, and another text begun between them, with the model's own `generate`.
+
+        Returns:
+            How many positions the model has before a text.
 
         Raises:
             UnsupportedModelError: it fails, or the logits differ.
@@ -214,17 +233,17 @@ class AutoregressiveTarget(HuggingFaceTarget, TargetModel):
         prompt = torch.tensor([[t % self.vocab_size for t in (11, 7, 5, 3, 2, 13)]], device=self.device)
         prompt = prompt[:, : max(1, self.max_context - _STEPS)]
         try:
-            own = self.model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_length=prompt.shape[1] + _STEPS,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-                **_PLAINLY,
-            )
+            with _bare_config(self.model):
+                own = self.model.generate(
+                    input_ids=prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_length=prompt.shape[1] + _STEPS,
+                    return_dict_in_generate=True,
+                    output_logits=True,
+                )
             text = Continuation(self.model, prompt)
             ours = [text.run()[:, -1]]
+            before = text.cached - prompt.shape[1]
             Continuation(self.model, prompt.flip(1)).run()
             for token in own.sequences[0, prompt.shape[1] : -1].tolist():
                 text.append(token)
@@ -242,6 +261,7 @@ class AutoregressiveTarget(HuggingFaceTarget, TargetModel):
             raise UnsupportedModelError(
                 f"{name} gives other logits than in its own generate (difference {gap:.3g}): use that"
             )
+        return max(0, before)
 
 
 def choose_target(

@@ -249,21 +249,26 @@ def read_generation_config(model: Any, vocab_size: int) -> tuple[dict[str, Any],
     """
     config = getattr(model, "generation_config", None)
     given = config.to_diff_dict() if config is not None else {}
-    banned = [*(given.get("bad_words_ids") or []), *([token] for token in given.get("suppress_tokens") or [])]
+    single = given.get("suppress_tokens") or []
+    single = [single] if isinstance(single, int) else single
+    banned = [*(given.get("bad_words_ids") or []), *([token] for token in single)]
+    known = [word for word in banned if all(0 <= token < vocab_size for token in word)]
     wanted: dict[str, tuple[str, Any]] = {
         **{name: (name, given.get(name)) for name in MODEL_FIELDS},
         "max_new_tokens": ("max_tokens", given.get("max_new_tokens")),
-        "bad_words_ids or suppress_tokens": ("bad_words", banned or None),
+        "bad_words_ids or suppress_tokens": ("bad_words", known or None),
     }
     fields: dict[str, Any] = {}
     ignored = []
+    if len(known) < len(banned):
+        ignored.append(
+            f"some bad_words_ids or suppress_tokens of generation_config.json are beyond the {vocab_size} tokens"
+        )
     for source, (name, value) in wanted.items():
         if value is None:
             continue
         try:
             checked = replace(SamplingParams(), **{name: value})
-            if any(token >= vocab_size for word in checked.bad_words for token in word):
-                raise ConfigError(f"bad_words names a token beyond the model's {vocab_size}")
         except ConfigError as error:
             ignored.append(f"{source} of generation_config.json is ignored: {error}")
         else:

@@ -109,6 +109,8 @@ def encode_user_messages(
 
 def _render(tokenizer: Any, text: str, day: datetime | None) -> str:
     template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
     if isinstance(template, str) and day is not None:
         template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
     rendered: str = tokenizer.apply_chat_template(

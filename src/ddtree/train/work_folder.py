@@ -14,6 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ddtree.drafters.dflash.heads import KINDS
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.policy import cache
@@ -24,9 +27,25 @@ _log = logging.getLogger(__name__)
 ANSWERS = "answers"
 _NOTE = "target.json"
 _CONTENTS = (ANSWERS, FIT, HEADS, DRAFTER, *KINDS, NGRAMS, SUMMARY, EVALUATION, _NOTE)
+# Parts of a config that neither texts nor features depend on.
+_IDLE = {
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "use_cache",
+    "pad_token_id",
+}
 # Parts of the note that decide about the contents, and what to call them.
-_PARTS = {"target": "model type", "target_config": "config", "weights": "weights", "tokenizer": "tokenizer",
-          "chat_template": "chat template"}  # fmt: skip
+_PARTS = {
+    "target": "model type",
+    "target_config": "config",
+    "dtype": "dtype",
+    "weights": "weights",
+    "tokenizer": "tokenizer",
+    "chat_template": "chat template",
+}
 
 
 def prepare(folder: Path, name: str, made_with: dict[str, str], fresh: bool = False) -> None:
@@ -82,12 +101,23 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 def describe(model: Any, tokenizer: Any) -> dict[str, str]:
     """Return what tells a transformers model, its tokenizer and its chat template from others."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
     words = [] if tokenizer is None else sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
     config = model.config.get_text_config()
     return {
         "target": config.model_type,
-        "target_config": cache.config_digest(config),
-        "weights": cache.weights_digest(model),
-        "tokenizer": cache.digest(words),
+        "dtype": str(model.dtype),
+        "target_config": cache.digest({k: v for k, v in config.to_diff_dict().items() if k not in _IDLE}),
+        "weights": cache.digest([_checksum(name, weight) for name, weight in model.named_parameters()]),
+        "tokenizer": cache.digest(words if fast is None else fast.to_str()),
         "chat_template": cache.digest(getattr(tokenizer, "chat_template", None)),
     }
+
+
+def _checksum(name: str, weight: Tensor) -> list[Any]:
+    """Return a weight's name, shape and the sum of its absolute values."""
+    try:
+        total = float(torch.linalg.vector_norm(weight.detach(), ord=1, dtype=torch.float64))
+    except (RuntimeError, TypeError, NotImplementedError):  # quantized weights
+        total = 0.0
+    return [name, *weight.shape, f"{total:.7e}"]
