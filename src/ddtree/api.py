@@ -438,15 +438,19 @@ def _automatic(target: Any) -> DrafterSpec:
     return "lookup"
 
 
+_deferring = False
+
+
 @contextmanager
 def _interrupts_deferred() -> Iterator[Callable[[], None]]:
     """Hold Ctrl-C back until the end of a block, so that no row is left half done; give a function that lets it in.
 
-    A second one is not held back: a custom processor may never return. Only the main thread gets signals, and blocks
-    may be nested.
+    A second one is not held back: a custom processor may never return. Only the main thread gets signals. Of nested
+    blocks the outer one counts.
     """
+    global _deferring
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    if threading.current_thread() is not threading.main_thread() or _deferring or not callable(handler):
         yield lambda: None
         return
     arrived: list[tuple[int, Any]] = []
@@ -460,10 +464,12 @@ def _interrupts_deferred() -> Iterator[Callable[[], None]]:
             deliver()
         arrived.append(signalled)
 
+    _deferring = True
     signal.signal(signal.SIGINT, hold)
     try:
         yield deliver
     finally:
+        _deferring = False
         signal.signal(signal.SIGINT, handler)
         deliver()
 
