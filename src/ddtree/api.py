@@ -19,7 +19,7 @@ from ddtree.drafters import Drafter, parts_of
 from ddtree.drafters.loading import DrafterSpec, folder_of, load_drafter
 from ddtree.engine.detokenizer import Detokenizer, bad_word_ids
 from ddtree.engine.engine import Engine, Sequence
-from ddtree.engine.planner import check_drafting, unmeasured
+from ddtree.engine.planner import check_drafting
 from ddtree.engine.sequence import Piece, Result
 from ddtree.errors import CheckpointError, ConfigError, did_you_mean, first_line
 from ddtree.model.autoregressive import choose_target
@@ -27,7 +27,7 @@ from ddtree.model.demo import NAME as DEMO
 from ddtree.model.demo import demo_drafter
 from ddtree.model.kv_cache import out_of_memory
 from ddtree.model.pretrained import check_causal_lm, load_causal_lm
-from ddtree.policy import AutoBudget, AutoMethod, cache, calibration
+from ddtree.policy import AutoBudget, AutoMethod, cache, calibration, unmeasured
 from ddtree.prompts import Message, Prompt
 from ddtree.sampling.params import SamplingParams, read_generation_config
 

@@ -105,6 +105,22 @@ def test_a_replaced_attention_of_a_known_family_is_noticed(kind, message, dtype)
         Target(model.to(dtype))
 
 
+def test_custom_generate_tries_a_model_once_and_again_when_a_part_was_replaced():
+    model, passes = tiny.model(), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    ids = torch.tensor([[3, 4, 5, 3, 4]])
+    options = {"custom_generate": ddtree.custom_generate, "drafter": "lookup", "max_new_tokens": 1}
+    counts = []
+    for _ in range(2):
+        passes.clear()
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+        counts.append(len(passes))
+    assert counts[1] == 1 < counts[0]
+    model.model.layers[1].self_attn = Leaking(model.config, 1)
+    with pytest.raises(UnsupportedModelError, match="other logits for a draft tree"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+
+
 def test_an_exception_while_a_family_is_tried_means_plain_decoding(monkeypatch):
     model = tiny.model()
     monkeypatch.setattr(Target, "_probe", lambda self: torch.zeros(2).view(3))

@@ -11,7 +11,16 @@ from typing import Protocol
 from ddtree.drafters import Drafter, DraftRow, lagging_rows_of, parts_of
 from ddtree.errors import ConfigError, PromptError
 from ddtree.model import TargetWeights
-from ddtree.policy import OFF, UNMEASURED_BUDGET, AutoBudget, AutoMethod, Choice, Proposals, Request
+from ddtree.policy import (
+    OFF,
+    UNMEASURED_BUDGET,
+    AutoBudget,
+    AutoMethod,
+    Choice,
+    Proposals,
+    Request,
+    unmeasured,
+)
 from ddtree.policy.controller import Policy
 from ddtree.sampling.sampler import Sampler
 from ddtree.stats import Clock
@@ -42,11 +51,6 @@ def check_prompt(prompt: list[int], vocab_size: int, max_context: int) -> None:
     bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
     if bad is not None:
         raise PromptError(f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}")
-
-
-def unmeasured(method: AutoMethod, budget: AutoBudget) -> tuple[AutoMethod, AutoBudget]:
-    """Return the fixed method and budget in place of "auto" where there is no policy to decide: a tree of 16 nodes."""
-    return "tree" if method == "auto" else method, UNMEASURED_BUDGET if budget == "auto" else budget
 
 
 class Text(Protocol):

@@ -302,7 +302,7 @@ def _prepare(
 ) -> tuple[Target | AutoregressiveTarget, Drafter | None, Callable[[], None]]:
     """Return the target, its drafter, and a function that keeps a drafter loaded by name for the next call."""
     automatic = spec is None or (isinstance(spec, str) and spec in ("auto", "none"))
-    target = choose_target(model, drafts=not automatic)
+    target = choose_target(model, drafts=not automatic, remember=True)
     if isinstance(target, AutoregressiveTarget):
         return target, None, _nothing
     try:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from ddtree.errors import UnsupportedModelError, first_line
 from ddtree.model import Forward, TargetModel
-from ddtree.model.architectures import CACHE_NAMES, cache_of, extrapolates, why_no_tree
+from ddtree.model.architectures import cache_of, extrapolates, why_no_tree
 from ddtree.model.kv_cache import drop_row
 from ddtree.model.target import HuggingFaceTarget, Target
 from ddtree.tree import DraftTree
@@ -77,9 +77,8 @@ class Continuation:
     @property
     def cached(self) -> int:
         """Return how many tokens the model's cache holds, soft prompts included; 0 where it does not tell."""
-        cache = next((self._inputs[name] for name in CACHE_NAMES if self._inputs.get(name) is not None), None)
         try:
-            return int(cache.get_seq_length()) if cache is not None else 0
+            return int(cache_of(self._inputs).get_seq_length())
         except (AttributeError, ValueError):  # a recurrent state
             return 0
 
@@ -265,12 +264,13 @@ class AutoregressiveTarget(HuggingFaceTarget, TargetModel):
 
 
 def choose_target(
-    model: Any, drafts: bool, tokenizer: Any = None, max_context: int | None = None
+    model: Any, drafts: bool, tokenizer: Any = None, max_context: int | None = None, remember: bool = False
 ) -> Target | AutoregressiveTarget:
     """Return a target that verifies trees, or where there can be none the one that decodes plainly.
 
     Args:
         model, tokenizer, max_context: as for either.
+        remember: as for `Target`.
         drafts: a drafter was named, so that plain decoding would not do.
 
     Raises:
@@ -278,7 +278,7 @@ def choose_target(
         ConfigError: `max_context` is out of range.
     """
     try:
-        return Target(model, tokenizer, max_context=max_context)
+        return Target(model, tokenizer, max_context=max_context, remember=remember)
     except UnsupportedModelError:
         # The error advises plain decoding, which is thereby known to work.
         plain = AutoregressiveTarget(model, tokenizer, max_context)

@@ -51,6 +51,11 @@ class Choice:
     budget: int
 
 
+def unmeasured(method: AutoMethod, budget: AutoBudget) -> tuple[Method, int]:
+    """Return the fixed method and budget in place of "auto" where there is no policy to decide: a tree of 16 nodes."""
+    return "tree" if method == "auto" else method, UNMEASURED_BUDGET if budget == "auto" else budget
+
+
 @dataclass(frozen=True)
 class Request:
     """How a row asks to be drafted for.
@@ -76,8 +81,7 @@ class Request:
 
     def fixed(self) -> Choice:
         """Return how to draft where no policy decides: "auto" is a tree of 16 nodes."""
-        method: Method = "tree" if self.method == "auto" else self.method
-        budget = UNMEASURED_BUDGET if self.budget == "auto" else self.budget
+        method, budget = unmeasured(self.method, self.budget)
         return Choice(OFF if method == "off" else Arm(method, self.members), budget)
 
     def arms(self) -> list[Arm]:

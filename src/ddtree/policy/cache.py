@@ -31,8 +31,8 @@ _ACCEPTANCE_FORMAT = 1
 _LONGEST = 512
 # Values of each weight, which tell networks of one shape apart. Reasoned: half would do too; double reads more.
 _VALUES = 16
-# Parts of a configuration that no forward pass depends on.
-_IDLE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+IDLE = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})
+"""Parts of a configuration that no forward pass depends on."""
 _DAMAGED = (ConfigError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -43,28 +43,20 @@ def key(target: Any, drafter: Any = None) -> Key:
     """
     networks = {part.name: _networks(part) for part in parts_of(drafter)}
     sizes = {name: sum(w.numel() for net in own for w in net.parameters()) for name, own in networks.items()}
+    every = [target.model, *(network for own in networks.values() for network in own)]
+    weights = [weight for network in every for weight in network.parameters() if not weight.is_meta]
+    config = {name: value for name, value in target.config.to_dict().items() if name not in IDLE}
     return {
         "target": target.config.model_type,
-        "target_config": config_digest(target.config),
+        "target_config": digest(config),
         "drafters": [f"{name} ({size:,} weights)" for name, size in sizes.items()],
-        "weights": weights_digest(target.model, *(network for own in networks.values() for network in own)),
+        "weights": digest([_values(weight) for weight in weights]),
         "context": min(_LONGEST, target.max_context),
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-
-
-def config_digest(config: Any) -> str:
-    """Return a short name of what a forward pass depends on in a transformers config."""
-    return digest({name: value for name, value in config.to_dict().items() if name not in _IDLE})
-
-
-def weights_digest(*networks: torch.nn.Module) -> str:
-    """Return a short name that tells networks of one shape apart, made of a few values of each weight."""
-    weights = (weight for network in networks for weight in network.parameters() if not weight.is_meta)
-    return digest([_values(weight) for weight in weights])
 
 
 def latency_file(wanted: Key) -> Path:

@@ -258,7 +258,7 @@ def read_generation_config(model: Any, vocab_size: int) -> tuple[dict[str, Any],
         "max_new_tokens": ("max_tokens", given.get("max_new_tokens")),
         "bad_words_ids or suppress_tokens": ("bad_words", known or None),
     }
-    fields: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     ignored = []
     if len(known) < len(banned):
         ignored.append(
@@ -272,9 +272,9 @@ def read_generation_config(model: Any, vocab_size: int) -> tuple[dict[str, Any],
         except ConfigError as error:
             ignored.append(f"{source} of generation_config.json is ignored: {error}")
         else:
-            fields[name] = getattr(checked, name)
+            found[name] = getattr(checked, name)
     for name in _UNSUPPORTED:
         value = given.get(name)
         if not any(value == neutral for neutral in _NEUTRAL):
             ignored.append(f"{name} of generation_config.json is ignored: ddtree has no such processing")
-    return fields, ignored
+    return found, ignored

@@ -44,7 +44,7 @@ TopTokens = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(
 TokenLimit = Annotated[
     int | None,
     Field(ge=0, le=MAX_TOKEN),
-    BeforeValidator(lambda value: None if type(value) in (int, float) and value == -1 else value),
+    BeforeValidator(lambda value: None if value == -1 else value),
 ]
 
 

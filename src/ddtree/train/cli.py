@@ -342,15 +342,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "FSDP trains: run the steps fit and heads with it, each by itself, and others without"
         )
-    if "synthesize" in chosen:
+    if args.fresh:
+        if "synthesize" not in chosen:
+            raise ConfigError(
+                f"--fresh begins a training anew, and {args.step} needs what is there: leave it out"
+            )
         # Before anything is deleted: both raise for what cannot be used.
         synthesis_config(args, device)
         if args.prompts:
             read_user_messages(args.prompts)
-    elif args.fresh:
-        raise ConfigError(
-            f"--fresh begins a training anew, and {args.step} needs what is there: leave it out"
-        )
     loaded = None
     made_with: dict[str, str] = {}
     if not set(chosen) <= _WITHOUT_TARGET:

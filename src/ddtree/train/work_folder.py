@@ -28,15 +28,7 @@ ANSWERS = "answers"
 _NOTE = "target.json"
 _CONTENTS = (ANSWERS, FIT, HEADS, DRAFTER, *KINDS, NGRAMS, SUMMARY, EVALUATION, _NOTE)
 # Parts of a config that neither texts nor features depend on.
-_IDLE = {
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "architectures",
-    "use_cache",
-    "pad_token_id",
-}
+_IDLE = cache.IDLE | {"use_cache", "pad_token_id"}
 # Parts of the note that decide about the contents, and what to call them.
 _PARTS = {
     "target": "model type",
@@ -64,8 +56,10 @@ def prepare(folder: Path, name: str, made_with: dict[str, str], fresh: bool = Fa
     if fresh:
         for content in _CONTENTS:
             path = folder / content
-            linked = path.is_symlink() or not path.is_dir()
-            path.unlink(missing_ok=True) if linked else shutil.rmtree(path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
     known = _read(folder)
     if known is None:
         if (folder / ANSWERS).exists():
@@ -92,26 +86,31 @@ def _read(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        known = json.loads(path.read_bytes())
+        known: dict[str, Any] = json.loads(path.read_bytes())
         datetime.fromisoformat(known["began"])
-        return {"name": str(known["name"]), **known}
+        return known | {"name": str(known["name"])}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): begin anew with --fresh") from error
 
 
 def describe(model: Any, tokenizer: Any) -> dict[str, str]:
     """Return what tells a transformers model, its tokenizer and its chat template from others."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    words = [] if tokenizer is None else sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
     config = model.config.get_text_config()
     return {
         "target": config.model_type,
         "dtype": str(model.dtype),
         "target_config": cache.digest({k: v for k, v in config.to_diff_dict().items() if k not in _IDLE}),
         "weights": cache.digest([_checksum(name, weight) for name, weight in model.named_parameters()]),
-        "tokenizer": cache.digest(words if fast is None else fast.to_str()),
+        "tokenizer": cache.digest(_words(tokenizer)),
         "chat_template": cache.digest(getattr(tokenizer, "chat_template", None)),
     }
+
+
+def _words(tokenizer: Any) -> Any:
+    """Return all that a tokenizer is made of; of one in Python its vocabulary."""
+    if fast := getattr(tokenizer, "backend_tokenizer", None):
+        return fast.to_str()
+    return [] if tokenizer is None else sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
 
 
 def _checksum(name: str, weight: Tensor) -> list[Any]:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.engine.planner import Planner, unmeasured
+from ddtree.engine.planner import Planner
 from ddtree.errors import DDTreeError
 from ddtree.integrations.vllm.settings import (
     PluginSettings,
     RequestFields,
     sampling_params,
 )
-from ddtree.policy import OFF
+from ddtree.policy import OFF, unmeasured
 from ddtree.sampling.params import SamplingParams
 from ddtree.sampling.sampler import Sampler
 from ddtree.tree import DraftTree, walk
