@@ -142,6 +142,20 @@ def test_soft_prompts_take_no_named_drafter():
         theirs(softened(), PROMPTS[0], custom_generate=ddtree.custom_generate, drafter="lookup")
 
 
+@pytest.mark.parametrize("drafter", ["none", "auto", "lookup"])
+def test_an_adapter_that_starts_within_the_text_is_refused_by_name(drafter):
+    model = tiny.model()
+    model.peft_config = {"other": types.SimpleNamespace(r=8)}
+    with ddtree.load(model, drafter=drafter):
+        pass
+    model.peft_config["late"] = types.SimpleNamespace(alora_invocation_tokens=[5, 6])
+    with pytest.raises(UnsupportedModelError, match=r"aLoRA.*own generate") as refusal:
+        ddtree.load(model, drafter=drafter)
+    assert "drafter=" not in str(refusal.value)
+    with pytest.raises(UnsupportedModelError, match="aLoRA"):
+        theirs(model, PROMPTS[0], custom_generate=ddtree.custom_generate)
+
+
 def test_soft_prompts_take_their_places_of_a_learned_table():
     config = hf.GPT2Config(
         vocab_size=tiny.VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2

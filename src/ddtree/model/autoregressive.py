@@ -277,6 +277,13 @@ def choose_target(
         UnsupportedModelError: no tree can be verified on the model although one shall, or it cannot be decoded at all.
         ConfigError: `max_context` is out of range.
     """
+    adapters = getattr(model, "peft_config", None) or {}
+    # PEFT finds their place in the prompt in its own `generate`; a call of the model alone uses none of them.
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has an adapter that starts within the text (aLoRA), which only its own generate "
+            "finds: use that"
+        )
     try:
         return Target(model, tokenizer, max_context=max_context, remember=remember)
     except UnsupportedModelError:
