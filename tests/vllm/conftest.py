@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.integrations.vllm import release
+from ddtree.integrations.vllm import validate
 
 # These tests need an environment with vLLM, which `make test-vllm` makes.
-collect_ignore_glob = [] if release.installed() else ["test_*.py"]
+collect_ignore_glob = [] if validate.installed() else ["test_*.py"]
 
 # The engine in this process, on one thread, with little memory.
 os.environ.update(

@@ -14,7 +14,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import tiny
-from ddtree.integrations.vllm import model_runner, tree_attention
+from ddtree.integrations.vllm import model_runner
 from ddtree.integrations.vllm.settings import DraftingSettings, PluginSettings
 from scripted import Scripted
 
@@ -58,7 +58,6 @@ def engine(model: Any, load: Load | None = None, **arguments: Any) -> Iterator[L
     with pytest.MonkeyPatch.context() as patch:
         if load is not None:
             patch.setattr(model_runner, "load_drafter", load)
-            tree_attention.register()
         else:
             AttentionBackendEnum.CPU_ATTN.clear_override()
             selector._cached_get_attn_backend.cache_clear()

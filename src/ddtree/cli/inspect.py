@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _vllm() -> int:
-    from ddtree.integrations.vllm.release import report
+    from ddtree.integrations.vllm.validate import report
 
     lines = report()
     print(*lines, sep="\n")

@@ -20,7 +20,7 @@ import torch
 
 from ddtree.drafters import Drafter, DraftRow, parts_of
 from ddtree.errors import CacheMemoryError, ConfigError, UnsupportedModelError, is_whole
-from ddtree.model import TargetModel
+from ddtree.model import TargetModel, TargetWeights
 from ddtree.policy import cache
 from ddtree.policy.controller import Policy
 from ddtree.policy.latency import CUT_SHORT, LatencyTable, Sample
@@ -213,7 +213,13 @@ def quick(
 
 
 def policy_of(
-    target: TargetModel, drafter: Drafter, folder: Path | None = None, *, idle: bool = True
+    target: TargetWeights,
+    drafter: Drafter,
+    folder: Path | None = None,
+    *,
+    idle: bool = True,
+    measure: Callable[[], LatencyTable] | None = None,
+    **named: str,
 ) -> Policy | None:
     """Return a policy for a pair, from what was measured and learnt before; measure first where nothing was.
 
@@ -222,13 +228,16 @@ def policy_of(
         drafter: to draft with.
         folder: the drafter's; its `acceptance.json` serves where this user's runs have learnt nothing.
         idle: nothing runs on the pair, so that it may be measured.
+        measure: measures it; `quick` by default.
+        named: more that its times depend on, e.g. `runtime="vLLM 0.32.0"`; added to the key.
 
     Returns:
         None while nothing was measured, or where it cannot be for a short context or little memory.
     """
-    wanted = cache.key(target, drafter)
+    wanted = cache.key(target, drafter) | named
+    measure = measure or partial(quick, target, drafter)
     try:
-        latency = cache.obtain(wanted, lambda: quick(target, drafter)) if idle else cache.load(wanted)
+        latency = cache.obtain(wanted, measure) if idle else cache.load(wanted)
     except (ConfigError, CacheMemoryError):
         return None
     return None if latency is None else Policy(latency, cache.recall_acceptance(wanted, folder))

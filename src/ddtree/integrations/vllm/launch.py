@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.errors import ConfigError
-from ddtree.integrations.vllm import release, validate
+from ddtree.integrations.vllm import validate
 from ddtree.integrations.vllm.settings import MIDDLEWARE, DraftingSettings, PluginSettings
 from ddtree.model.demo import NAME as DEMO
 from ddtree.model.pretrained import locate, read_config
@@ -61,8 +61,8 @@ def serve(
         UnsupportedModelError: trees cannot be verified on the model in vLLM.
         CheckpointError: the model cannot be read.
     """
-    if release.installed() is None:
-        raise ConfigError(f"--engine vllm needs vLLM: {release.REMEDY}")
+    if validate.installed() is None:
+        raise ConfigError(f"--engine vllm needs vLLM: {validate.REMEDY}")
     drafting = args.drafting == "on"
     line = command_line(args, defaults, further)
     if drafting:
@@ -70,7 +70,7 @@ def serve(
     # Before anything of vLLM is imported: it reads some of these once.
     os.environ.update(environment(args))
     if drafting:
-        release.check()
+        validate.check_release()
     _run(line, list(keys), drafting)
     return 0
 

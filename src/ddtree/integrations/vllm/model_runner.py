@@ -1,11 +1,10 @@
-"""vLLM's model runner with draft trees: one step is verify, walk, compact, observe, draft."""
+"""vLLM's worker and model runner with draft trees: one step is verify, walk, compact, observe, draft."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from pathlib import Path
+from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,14 +13,13 @@ from torch import Tensor, nn
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker import cpu_worker
 
 from ddtree.drafters.loading import folder_of, load_drafter
 from ddtree.engine.planner import Planner
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.integrations.vllm import tree_attention, validate
-from ddtree.integrations.vllm.drafting import DrafterRows, DraftScheduler
-from ddtree.integrations.vllm.engine_target import EngineTarget
+from ddtree.integrations.vllm.drafting import DrafterRows, DraftScheduler, EngineTarget
 from ddtree.integrations.vllm.request_state import (
     RequestState,
     StepRow,
@@ -33,7 +31,6 @@ from ddtree.integrations.vllm.request_state import (
 from ddtree.integrations.vllm.settings import DRAFTING_FAILED, KEY, WORKER, PluginSettings
 from ddtree.integrations.vllm.timers import EngineTimer, runtime
 from ddtree.policy import cache, calibration
-from ddtree.policy.controller import Policy
 from ddtree.policy.latency import LatencyTable
 from ddtree.stats import Clock
 
@@ -41,6 +38,42 @@ from ddtree.stats import Clock
 logger = init_logger("vllm.ddtree")
 _LONGEST = 512
 """Tokens of context of the longest step that is timed at the start."""
+
+
+class TreeWorker(cpu_worker.CPUWorker):
+    """vLLM's worker for CPUs, with a runner that drafts and verifies trees: the engine's `worker_cls`."""
+
+    model_runner: TreeRunner
+
+    def init_device(self) -> None:
+        """Refuse what trees cannot be exact with, then initialize with `TreeRunner` in place of vLLM's runner."""
+        validate.check_release()
+        validate.check_vllm_config(self.vllm_config)
+        tree_attention.register()
+        # The class is looked up in the module, and no other place asks for it meanwhile.
+        stock = cpu_worker.CPUModelRunner
+        cpu_worker.CPUModelRunner = TreeRunner
+        try:
+            super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = stock
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, then measure what steps cost."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.calibrate()
+        return times
+
+    def shutdown(self) -> None:
+        """Save what was learnt of the drafter."""
+        runner = getattr(self, "model_runner", None)
+        if isinstance(runner, TreeRunner):
+            runner.save_acceptance()
+        super().shutdown()
+
+    def ddtree_counters(self) -> dict[str, Any]:
+        """Return the counters as plain JSON values, for the engine's `collective_rpc`."""
+        return self.model_runner.counters()
 
 
 class TreeProposer:
@@ -60,7 +93,7 @@ class TreeProposer:
         raise NotImplementedError(f"draft trees need worker_cls={WORKER!r}")
 
 
-class TreeRunner(CPUModelRunner):
+class TreeRunner(cpu_worker.CPUModelRunner):
     """vLLM's runner for CPUs, where some requests of a step bring a tree of drafted tokens.
 
     vLLM's scheduler sees a tree as a list of draft tokens; its shape stays here.
@@ -91,7 +124,6 @@ class TreeRunner(CPUModelRunner):
         self._rows: list[StepRow] = []
         self._verified: dict[str, Verified] = {}
         self._started = 0.0
-        self._acceptance_file: Path | None = None
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Load the model, and then the drafter."""
@@ -137,13 +169,13 @@ class TreeRunner(CPUModelRunner):
         drafting = self.settings.drafting
         if drafting.method == "off" or "auto" not in (drafting.method, drafting.budget):
             return
-        key = {**cache.key(self.target, self._drafter_rows.drafter), "runtime": runtime(self.vllm_config)}
-        # Short contexts, or little memory: budgets are fixed ones then.
-        with suppress(ConfigError):
-            latency = cache.obtain(key, self._measure)
-            learnt = cache.recall_acceptance(key, folder_of(self.settings.drafter))
-            self._planner.policy = Policy(latency, learnt)
-            self._acceptance_file = cache.acceptance_file(key)
+        self._planner.policy = calibration.policy_of(
+            self.target,
+            self._drafter_rows.drafter,
+            folder_of(self.settings.drafter),
+            measure=self._measure,
+            runtime=runtime(self.vllm_config),
+        )
         self._scheduler.reset_counters()
 
     def _measure(self) -> LatencyTable:
@@ -153,9 +185,8 @@ class TreeRunner(CPUModelRunner):
 
     def save_acceptance(self) -> None:
         """Save what was learnt of the drafter's acceptance for the next start, where it can be written."""
-        if self._acceptance_file is not None and self._planner.policy is not None:
-            with suppress(ConfigError):
-                cache.save_acceptance(self._acceptance_file, self._planner.policy.acceptance)
+        if self._planner.policy is not None:
+            cache.remember(self._planner.policy, self.target, self._drafter_rows.drafter)
 
     def counters(self) -> dict[str, Any]:
         """Return the counters as plain JSON values."""
@@ -225,11 +256,10 @@ class TreeRunner(CPUModelRunner):
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
         branched = [row for row in self._rows if row.branched]
         if branched:
-            block_size = self.kv_caches[0].shape[2]
-            shared = tree_attention.with_trees(
-                next(iter(metadata.values())), branched, len(self._rows), block_size
-            )
-            metadata = dict.fromkeys(metadata, shared)
+            # All layers are of one kind, and share it.
+            shared = next(iter(metadata.values()))
+            shared.trees = tree_attention.batches(branched, shared.block_table, self.kv_caches[0].shape[2])
+            shared.others = len(branched) < len(self._rows)
         return metadata, common
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:

