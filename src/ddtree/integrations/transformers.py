@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from types import CodeType, FrameType, MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +37,6 @@ from ddtree.model.target import Target
 from ddtree.policy import Method
 from ddtree.sampling.params import SamplingParams
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What `generate` prepares for its own loop, and what says how much to return, which the config says too.
 _KNOWN = {
@@ -84,15 +84,6 @@ class _TokenizerSignature(inspect.Signature):
         return super().parameters
 
 
-def _takes_tokenizer(function: _F) -> _F:
-    """Decorate a `custom_generate` that has a `tokenizer` parameter, so that transformers' stop strings have it too."""
-    own = inspect.signature(function)
-    function.__signature__ = _TokenizerSignature(  # type: ignore[attr-defined]
-        list(own.parameters.values()), return_annotation=own.return_annotation
-    )
-    return function
-
-
 def _caller(code: CodeType | None) -> FrameType | None:
     """Return the nearest frame around this one that runs `code`; None without one."""
     frame: FrameType | None = sys._getframe(1)
@@ -101,7 +92,6 @@ def _caller(code: CodeType | None) -> FrameType | None:
     return frame
 
 
-@_takes_tokenizer
 def custom_generate(
     model: Any,
     input_ids: Tensor,
@@ -146,20 +136,20 @@ def custom_generate(
     streamer = _dropped_argument("streamer") if streamer is None else streamer
     _refuse(generation_config, logits_processor)
     starts = _starts(input_ids, model_kwargs)
-    target, own, give_back = _prepare(model, drafter)
-    if extrapolates(target.config):
-        target.max_context = max(target.max_context, generation_config.max_length)
-    run = _Run(input_ids, starts, logits_processor, stopping_criteria, generation_config, streamer)
-    try:
-        engine = Engine(target, own, max_rows=len(starts))
-        try:
+    with _pair(model, drafter) as (target, own):
+        if extrapolates(target.config):
+            target.max_context = max(target.max_context, generation_config.max_length)
+        run = _Run(input_ids, starts, logits_processor, stopping_criteria, generation_config, streamer)
+        with closing(Engine(target, own, max_rows=len(starts))) as engine:
             run.decode(engine, method, budget, depth)
-        finally:
-            engine.close()
-        give_back()
-    finally:
-        target.close()
     return run.output()
+
+
+_own = inspect.signature(custom_generate)
+# transformers' own stop strings get the tokenizer too.
+custom_generate.__signature__ = _TokenizerSignature(  # type: ignore[attr-defined]
+    list(_own.parameters.values()), return_annotation=_own.return_annotation
+)
 
 
 class _Run:
@@ -201,7 +191,8 @@ class _Run:
                 processors=(self._processor(row, ids[:start]),),
             )
             self.sequences.append(engine.add(ids[start:], params, method=method, budget=budget, depth=depth))
-        while not self._over():
+        length: int | None = None
+        while length is None or self._ready() < length:
             engine.step()
             for row, sequence in enumerate(self.sequences):
                 if sequence.error is not None:
@@ -209,7 +200,12 @@ class _Run:
                 self._follow(row, sequence)
                 if self.pads and self.ends[row] is not None:
                     engine.cancel(sequence)
-            self._stream()
+            length = self._length()
+            if self.streamer is not None:
+                ready = self._ready() if length is None else min(self._ready(), length)
+                for index in range(self.streamed, ready):
+                    self.streamer.put(self.ids[:, self.width + index].cpu())
+                self.streamed = max(self.streamed, ready)
         if self.streamer is not None:
             self.streamer.end()
 
@@ -248,34 +244,20 @@ class _Run:
             scores = tuple(self.scores[row][index][None] for index in range(at))
         return torch.as_tensor(self.criteria(self.ids[row : row + 1, : self.width + at], scores)).any()
 
-    def _over(self) -> bool:
-        """Return whether every row has ended. Without an end token to pad with, all run to the last end."""
-        length = self._length()
-        if length is None:
-            return False
-        return self.pads or all(
-            received >= length or sequence.finish_reason is not None
-            for received, sequence in zip(self.received, self.sequences, strict=True)
-        )
-
     def _length(self) -> int | None:
         """New tokens of the longest row; None while one is running."""
         known = [end for end in self.ends if end is not None]
         return max(known) if len(known) == len(self.ends) else None
 
-    def _stream(self) -> None:
-        if self.streamer is None:
-            return
-        length = self._length()
-        running = [
-            received
-            for received, end in zip(self.received, self.ends, strict=True)
-            if end is None or not self.pads
-        ]
-        ready = min(running, default=length or 0)
-        for index in range(self.streamed, ready if length is None else min(ready, length)):
-            self.streamer.put(self.ids[:, self.width + index].cpu())
-            self.streamed = index + 1
+    def _ready(self) -> int:
+        """Return how many new tokens every row has, all where none is running.
+
+        A row that has ended is padded; without an end token to pad with, it runs on to the last row's end.
+        """
+        return min(
+            self.room if sequence.finish_reason is not None or (self.pads and end is not None) else received
+            for sequence, end, received in zip(self.sequences, self.ends, self.received, strict=True)
+        )
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         """Return ids, or the output class where the config asks for it, as transformers pads them."""
@@ -297,31 +279,26 @@ class _Run:
         return tuple(torch.stack([row.get(index, blank) for row in kept]) for index in range(length))
 
 
-def _prepare(
-    model: Any, spec: DrafterSpec
-) -> tuple[Target | AutoregressiveTarget, Drafter | None, Callable[[], None]]:
-    """Return the target, its drafter, and a function that keeps a drafter loaded by name for the next call."""
+@contextmanager
+def _pair(model: Any, spec: DrafterSpec) -> Iterator[tuple[Target | AutoregressiveTarget, Drafter | None]]:
+    """Give the target and its drafter; afterwards keep a drafter loaded by name for the model's next call."""
     automatic = spec is None or (isinstance(spec, str) and spec in ("auto", "none"))
     target = choose_target(model, drafts=not automatic, remember=True)
-    if isinstance(target, AutoregressiveTarget):
-        return target, None, _nothing
     try:
-        if isinstance(spec, str) and spec == "auto":
-            spec = "lookup"
-        if not isinstance(spec, str):
-            return target, load_drafter(spec, target), _nothing
-        key = (spec, target.device, target.dtype)
-        # A drafter in use is not in the store: calls that overlap or fail never share or leave state.
-        kept = _drafters.setdefault(model, {})
-        drafter = kept.pop(key) if key in kept else load_drafter(spec, target)
-    except BaseException:
+        if isinstance(target, AutoregressiveTarget):
+            yield target, None
+        elif not isinstance(spec, str):
+            yield target, load_drafter(spec, target)
+        else:
+            spec = "lookup" if spec == "auto" else spec
+            key = (spec, target.device, target.dtype)
+            # A drafter in use is not in the store: calls that overlap or fail never share or leave state.
+            kept = _drafters.setdefault(model, {})
+            drafter = kept.pop(key) if key in kept else load_drafter(spec, target)
+            yield target, drafter
+            kept[key] = drafter
+    finally:
         target.close()
-        raise
-    return target, drafter, lambda: kept.__setitem__(key, drafter)
-
-
-def _nothing() -> None:
-    """Keep nothing."""
 
 
 def _refuse(config: Any, processors: Any) -> None:
