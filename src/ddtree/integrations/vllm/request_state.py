@@ -14,12 +14,8 @@ from torch import Tensor
 
 from ddtree.engine.planner import Planner
 from ddtree.errors import DDTreeError
-from ddtree.integrations.vllm.settings import (
-    PluginSettings,
-    RequestFields,
-    sampling_params,
-)
-from ddtree.policy import OFF, unmeasured
+from ddtree.integrations.vllm.settings import PluginSettings, RequestFields, sampling_params
+from ddtree.policy import OFF
 from ddtree.sampling.params import SamplingParams
 from ddtree.sampling.sampler import Sampler
 from ddtree.tree import DraftTree, walk
@@ -91,12 +87,8 @@ class RequestState:
             sampling, vocab_size, params.all_stop_token_ids, prompt_length=self.prompt_length
         )
         drafting = settings.drafting.merged(fields.drafting)
-        method, budget = drafting.method, drafting.budget
-        if planner.policy is None:
-            method, budget = unmeasured(method, budget)
-        if budget != "auto":
-            budget = min(budget, settings.nodes)
-        self.request = planner.request(method, budget, drafting.depth, None, not sampling.greedy)
+        budget = drafting.budget if drafting.budget == "auto" else min(drafting.budget, settings.nodes)
+        self.request = planner.request(drafting.method, budget, drafting.depth, None, not sampling.greedy)
         self.observed = 0
         self.missing = 0
         self.features: list[Tensor] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -35,16 +35,17 @@ MOVED_FIELDS = ("min_p", "logit_bias")
 REFUSED_FIELDS = {
     "structured_outputs": "answers cannot be held to a grammar while trees are drafted: leave it out",
     "allowed_token_ids": "use logit_bias",
-    "watermarking": "leave it out",
-    "logprob_token_ids": "leave it out",
-    "prompt_logprob_token_ids": "leave it out",
-    "prompt_logprob_start": "leave it out",
-    "thinking_token_budget": "leave it out",
-    "repetition_detection": "leave it out",
-    "routed_experts_prompt_start": "leave it out",
-    "trace_decode_token_ids": "leave it out",
-}
+} | dict.fromkeys(
+    (
+        "watermarking", "logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start",
+        "thinking_token_budget", "repetition_detection", "routed_experts_prompt_start", "trace_decode_token_ids",
+    ),
+    "leave it out",
+)  # fmt: skip
 """Fields of vLLM's `SamplingParams` that cannot be kept exact with trees, or were never tried, and what to do."""
+_SAME = (
+    "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -157,14 +158,10 @@ def _parsed(text: str) -> RequestFields:
 
 
 def _read(given: Any) -> RequestFields:
-    if given is None:
-        return RequestFields()
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{KEY} must be an object, not {given!r}")
-    drafting = {name: value for name, value in given.items() if name not in MOVED_FIELDS}
-    DraftingSettings().merged(drafting)
-    moved = {name: given[name] for name in MOVED_FIELDS if given.get(name) is not None}
-    params = SamplingParams(**moved)
+    drafting = _known(given, DraftingSettings, MOVED_FIELDS)
+    moved = {name: drafting.pop(name) for name in MOVED_FIELDS if name in drafting}
+    params = SamplingParams(**{name: value for name, value in moved.items() if value is not None})
+    DraftingSettings(**drafting)
     return RequestFields(drafting, params.min_p, params.logit_bias)
 
 
@@ -179,16 +176,10 @@ def sampling_params(params: Any, fields: RequestFields) -> SamplingParams:
         ConfigError: a value is out of the range that can be kept exact; the message names the field.
     """
     return SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
+        **{name: getattr(params, name) for name in _SAME},
         min_p=fields.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
         logit_bias=fields.logit_bias,
         bad_words=tuple(map(tuple, params._bad_words_token_ids or ())),
-        min_tokens=params.min_tokens,
         max_tokens=MAX_TOKEN if params.max_tokens is None else params.max_tokens,
         # Clients send any 64-bit number.
         seed=None if params.seed is None else params.seed % MAX_SEED,
@@ -209,10 +200,10 @@ def refused_field(params: Any) -> tuple[str, str] | None:
     return None
 
 
-def _known(values: Any, kind: type) -> dict[str, Any]:
+def _known(values: Any, kind: type, more: Sequence[str] = ()) -> dict[str, Any]:
     if values is None:
         return {}
-    names = [own.name for own in fields(kind)]
+    names = [*(own.name for own in fields(kind)), *more]
     if not isinstance(values, Mapping):
         raise ConfigError(f"{KEY} must be an object of {', '.join(names)}, not {values!r}")
     for name in values:
