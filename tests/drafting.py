@@ -1,6 +1,8 @@
 """Helpers for tests of drafters: networks whose slots differ, rows and their features, tensors of published heads."""
 
 import dataclasses
+import heapq
+import math
 
 import torch
 
@@ -31,7 +33,7 @@ def features(tokens):
     return torch.randn(len(tokens), 64, generator=torch.Generator().manual_seed(sum(tokens[:4])))
 
 
-def request(length, budget=12, depth=DEPTH, **changes):
+def request(length=11, budget=12, depth=DEPTH, **changes):
     """A row of a prompt of a length and a bonus token."""
     return DraftRow([*tiny.prompt(length, length), (7 * length + 3) % 40], budget, depth, **changes)
 
@@ -67,6 +69,24 @@ def drafted(drafter, *rows):
     for _ in rows:
         drafter.drop_row(0)
     return tree
+
+
+def best_prefixes(children, budget, depth, beta=0.0):
+    """{path: log-probability} of the best prefixes by log-probability + beta * depth.
+
+    Args:
+        children: gives {token: log-probability} of what follows a path.
+    """
+    heap, found = [(0.0, 0.0, ())], {}
+    while heap and len(found) <= budget:
+        _, score, path = heapq.heappop(heap)
+        found[path] = score
+        for token, logprob in children(path).items() if len(path) < depth else ():
+            if logprob > -math.inf:
+                child = (*path, token)
+                heapq.heappush(heap, (-(score + logprob + beta * len(child)), score + logprob, child))
+    del found[()]
+    return found
 
 
 @torch.no_grad()
