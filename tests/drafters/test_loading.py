@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_families import build
 
 import talker
 import tiny
@@ -323,10 +324,6 @@ def test_a_draft_model_with_another_vocabulary_is_refused(target, tmp_path):
 
 
 def test_a_draft_model_on_which_no_tree_can_be_grown_is_refused(target, tmp_path):
-    import transformers as hf
-
-    hf.MambaForCausalLM(
-        hf.MambaConfig(vocab_size=tiny.VOCAB, hidden_size=16, num_hidden_layers=1)
-    ).save_pretrained(tmp_path)
+    build("mamba").model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
         loading.load_drafter(f"draft:{tmp_path}", target)
