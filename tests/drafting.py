@@ -58,8 +58,8 @@ def opened(drafter, *rows, first=0, chunk=1000):
 def draft(drafter, *rows):
     """The tree for rows that the drafter has."""
     tree = drafter.draft(list(rows), Clock())
-    if not getattr(drafter, "beta", 0.0):  # a penalty of depth orders nodes otherwise
-        wellformed.check(tree, list(rows))
+    # A penalty of depth orders nodes otherwise.
+    wellformed.check(tree, list(rows), in_order=not getattr(drafter, "beta", 0.0))
     return tree
 
 
