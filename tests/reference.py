@@ -1,5 +1,7 @@
 """The plain reference of decoding: whole forwards of transformers, its own logits processors, the seeded rule."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from ddtree.sampling.noise import Noise
 from ddtree.sampling.params import SamplingParams
 
 
-def processed(logits: Tensor, prefix: list[int], prompt_length: int, params: SamplingParams) -> Tensor:
+def processed(
+    logits: Tensor, prefix: list[int], prompt_length: int, params: SamplingParams, eos: Iterable[int] = ()
+) -> Tensor:
     """Scores [V] after every processor of `params`, full sorts and all."""
     ids = torch.tensor([prefix])
     scores = logits.float()[None].clone()
@@ -21,6 +25,11 @@ def processed(logits: Tensor, prefix: list[int], prompt_length: int, params: Sam
         scores[0, token] -= params.frequency_penalty * prefix[prompt_length:].count(token)
     for token, bias in params.logit_bias.items():
         scores[0, token] += bias
+    for word in params.bad_words:
+        if tuple(prefix[len(prefix) + 1 - len(word) :]) == word[:-1]:
+            scores[0, word[-1]] = -math.inf
+    if len(prefix) - prompt_length < params.min_tokens:
+        scores[0, [*eos, *params.stop_token_ids]] = -math.inf
     for processor in params.processors:
         scores = processor(prefix, scores[0])[None]
     if params.temperature < 1e-5:

@@ -13,7 +13,7 @@ import threading
 
 import pytest
 import torch
-import transformers as hf
+from tiny_families import build
 
 import ddtree
 import talker
@@ -301,25 +301,19 @@ def test_without_a_drafter_decoding_is_autoregressive(drafter):
     assert result.token_ids == own_greedy(result.prompt_ids, 9)
 
 
-def recurrent():
-    torch.manual_seed(0)
-    return hf.MambaForCausalLM(
-        hf.MambaConfig(vocab_size=tiny.VOCAB, hidden_size=16, num_hidden_layers=2, initializer_range=0.3)
-    ).eval()
-
-
 def test_a_recurrent_target_is_decoded_autoregressively_unless_a_drafter_is_named():
+    recurrent = build("mamba").model
     for drafter in ("auto", "none"):
-        model = ddtree.load(recurrent(), drafter)
+        model = ddtree.load(recurrent, drafter)
         result = model.generate(tiny.prompt(6), temperature=0, max_tokens=8)
         assert result.stats.method == "off"
         ids = torch.tensor([tiny.prompt(6)])
-        own = recurrent().generate(
+        own = recurrent.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None
         )
         assert result.token_ids == own[0, 6:].tolist()
     with pytest.raises(UnsupportedModelError, match=r'MambaForCausalLM .*use drafter="none"'):
-        ddtree.load(recurrent(), "lookup")
+        ddtree.load(recurrent, "lookup")
 
 
 def test_closing_a_model_takes_its_hooks_off(tmp_path):

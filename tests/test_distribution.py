@@ -102,7 +102,7 @@ def z_score(texts, temperature):
 
 
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.7, 1.0])
-DRAFTED = pytest.mark.parametrize("kind", ["chain", "tree", "lookup", "draft", "merged"])
+DRAFTED = pytest.mark.parametrize("kind", ["chain", "tree", "lookup", "draft", "merged", "domino"])
 COUPLED = pytest.mark.parametrize("coupled", [False, True], ids=["plain", "coupled"])
 
 

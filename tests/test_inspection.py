@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from tiny_families import build
 
 import talker
 import tiny
@@ -108,8 +109,7 @@ def test_lookup_fits_every_target_with_trees(target):
 
 
 def test_a_recurrent_target_takes_no_drafter(tmp_path):
-    config = hf.MambaConfig(vocab_size=tiny.VOCAB, hidden_size=16, num_hidden_layers=1)
-    hf.MambaForCausalLM(config).save_pretrained(tmp_path)
+    build("mamba").model.save_pretrained(tmp_path)
     report = inspect(str(tmp_path))
     assert "decoded autoregressively" in facts(report.target)["draft trees"]
     assert any(

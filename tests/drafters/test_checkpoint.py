@@ -17,6 +17,11 @@ from ddtree.errors import CheckpointError, ConfigError
 from ddtree.model.target import Target
 
 MASK = tiny.VOCAB - 1
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "use_sliding_window": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +56,11 @@ def change(folder, **keys):
     return folder
 
 
-def change_tensors(folder, edit):
+def change_tensors(folder, changes):
+    """Add or change tensors of the weights; a value of ... removes one."""
     path = folder / "model.safetensors"
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path)
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not ...}, path)
     return folder
 
 
@@ -195,23 +200,21 @@ def test_speculators_draft_vocabulary_is_read_from_offsets(folder):
     (folder / "config.json").write_text(json.dumps(raw))
     head = torch.randn(4, 32)
 
-    def edit(tensors):
-        tensors["d2t"] = torch.tensor([3, 3, 10, 40])
-        tensors["t2d"] = torch.zeros(tiny.VOCAB, dtype=torch.bool)
-        tensors["lm_head.weight"] = head
-        tensors["embed_tokens.weight"] = torch.zeros(tiny.VOCAB, 32)
-        tensors["verifier_norm.weight"] = torch.ones(32)
-
-    read = checkpoint.read(change_tensors(folder, edit))
+    tensors = {
+        "d2t": torch.tensor([3, 3, 10, 40]),
+        "t2d": torch.zeros(tiny.VOCAB, dtype=torch.bool),
+        "lm_head.weight": head,
+        "embed_tokens.weight": torch.zeros(tiny.VOCAB, 32),
+        "verifier_norm.weight": torch.ones(32),
+    }
+    read = checkpoint.read(change_tensors(folder, tensors))
     assert read.draft_ids.tolist() == [3, 4, 12, 43]
     assert torch.equal(read.head, head)
     assert read.embedding.shape == (tiny.VOCAB, 32)
 
 
 def test_speculators_sliding_layers_are_causal_unless_it_says_otherwise(folder):
-    change(
-        folder, layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True
-    )
+    change(folder, **SLIDING)
     raw = speculators(config_of(folder))
     assert parse(raw).config.causal == (True, False)
     assert parse({**raw, "sliding_window_non_causal": True}).config.causal == ()
@@ -219,9 +222,7 @@ def test_speculators_sliding_layers_are_causal_unless_it_says_otherwise(folder):
 
 
 def test_causality_is_decided_in_the_published_order(folder):
-    change(
-        folder, layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True
-    )
+    change(folder, **SLIDING)
     raw = config_of(folder)
     assert parse(raw).config.causal == (True, False)
     inner = {**raw, "dflash_config": {**raw["dflash_config"], "causal": False}}
@@ -234,21 +235,18 @@ def test_causality_is_decided_in_the_published_order(folder):
 
 
 def test_other_tensor_names_and_fused_projections_are_understood(folder, network):
-    def edit(tensors):
-        tensors["layers.1.self_attn.qkv_proj.weight"] = torch.cat(
-            [tensors.pop(f"layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
-        )
-        tensors["layers.1.mlp.gate_up_proj.weight"] = torch.cat(
-            [tensors.pop(f"layers.1.mlp.{name}_proj.weight") for name in ("gate", "up")]
-        )
-        tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
-        tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
-        for name in [name for name in tensors if name.startswith("layers.0.")]:
-            tensors["midlayer." + name.removeprefix("layers.0.")] = tensors.pop(name)
-        for name in list(tensors):
-            tensors["model." + name] = tensors.pop(name)
+    tensors = load_file(folder / "model.safetensors")
 
-    same_network(checkpoint.read(change_tensors(folder, edit)).network(), network)
+    def fuse(place, names):
+        return torch.cat([tensors.pop(f"layers.1.{place}.{name}_proj.weight") for name in names])
+
+    tensors["layers.1.self_attn.qkv_proj.weight"] = fuse("self_attn", "qkv")
+    tensors["layers.1.mlp.gate_up_proj.weight"] = fuse("mlp", ("gate", "up"))
+    tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
+    tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
+    renamed = {f"model.{name.replace('layers.0.', 'midlayer.')}": tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    same_network(checkpoint.read(folder).network(), network)
 
 
 def test_sharded_and_pickled_weights_are_read(folder, network):
@@ -296,11 +294,9 @@ def test_a_fitting_drafter_loads(folder, target):
 
 
 def test_copies_of_the_targets_weights_are_not_kept(folder, target):
-    def edit(tensors):
-        tensors["embed_tokens.weight"] = target.embed.weight.detach().clone()
-        tensors["lm_head.weight"] = target.head.weight.detach().clone()
-
-    drafter = load_drafter(change_tensors(folder, edit), target)
+    copies = {"embed_tokens.weight": target.embed.weight, "lm_head.weight": target.head.weight}
+    copies = {name: weight.detach().clone() for name, weight in copies.items()}
+    drafter = load_drafter(change_tensors(folder, copies), target)
     assert drafter.backbone._embedding is target.embed.weight
     assert drafter.backbone._head is target.head
 
@@ -377,7 +373,7 @@ def test_successors_of_dflash_are_refused_by_name(folder, changes, head):
     ],
 )
 def test_tensors_of_other_heads_are_refused_by_name(folder, tensor, head):
-    change_tensors(folder, lambda tensors: tensors.update({tensor: torch.zeros(2, 2)}))
+    change_tensors(folder, {tensor: torch.zeros(2, 2)})
     assert refusal(folder).startswith(f"tensor {tensor} belongs to a {head} head, which is not supported")
 
 
@@ -451,9 +447,7 @@ JUNK = [None, True, 0, -1, 1.5, 10**30, "x", [], [None], [[1]], {}, {"a": 1}]
 
 
 def test_no_value_of_any_key_ends_in_another_error(folder):
-    change(
-        folder, layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True
-    )
+    change(folder, **SLIDING)
     raw = config_of(folder)
     own = dict.fromkeys([*raw["dflash_config"], "coupling", "draft_vocabulary", "projector_type", "causal"])
     top = dict.fromkeys([*raw, "rope_parameters", "draft_vocab_size", "is_causal", "max_window_layers"])
@@ -470,55 +464,52 @@ def test_no_value_of_any_key_ends_in_another_error(folder):
     assert 200 < refused < len(cases)
 
 
-def test_unknown_and_missing_tensors_are_listed(folder):
-    def edit(tensors):
-        tensors["extra.weight"] = torch.zeros(1)
-        for name in ("norm.weight", "layers.0.mlp.up_proj.weight"):
-            del tensors[name]
-
-    assert refusal(change_tensors(folder, edit)).startswith(
-        "unknown tensors extra.weight and missing tensors layers.0.mlp.up_proj.weight, norm.weight"
-    )
+LAYER = [name for name in tiny.network(tiny.model("qwen3")).state_dict() if name.startswith("layers.1.")]
+BYTES = torch.ones(32, dtype=torch.int8)
+OUTSIDE = "the draft vocabulary names tokens twice or outside 0..47"
 
 
-def test_many_missing_tensors_are_counted(folder):
-    change_tensors(
-        folder, lambda tensors: [tensors.pop(n) for n in list(tensors) if n.startswith("layers.1.")]
-    )
-    assert "layers.1.mlp.gate_proj.weight, layers.1.mlp.up_proj.weight and 7 more" in refusal(folder)
-
-
-def test_the_feature_width_must_be_that_of_the_feature_layers(folder):
-    change(folder, num_target_layers=6, dflash__target_layer_ids=[0, 1, 4])
-    assert refusal(folder).startswith(
-        "fc.weight is [32, 64], but 3 feature layers of hidden size 32 need [32, 96]: config.json and weights do not"
-    )
-
-
-def test_shapes_and_kinds_of_tensors_are_checked(folder):
-    change(folder, intermediate_size=40)
-    assert refusal(folder).startswith("tensor layers.0.mlp.gate_proj.weight is [48, 32], not [40, 32]")
-    change(folder, intermediate_size=48)
-    change_tensors(folder, lambda t: t.update({"norm.weight": torch.ones(32, dtype=torch.int8)}))
-    assert refusal(folder) == "tensor norm.weight is torch.int8: quantized drafters are not supported"
-
-
-def test_own_heads_and_embeddings_must_fit(folder):
-    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(9, 32)}))
-    assert refusal(folder).startswith("tensor lm_head.weight is [9, 32], not [48, 32] as config.json says")
-
-
-@pytest.mark.parametrize("offsets", [[0, 0, 46], [0, -1, 0], [-1, 0, 0]])
-def test_a_draft_vocabulary_outside_the_targets_is_refused(folder, offsets):
-    change(folder, draft_vocab_size=3)
-    change_tensors(folder, lambda tensors: tensors.update({"d2t": torch.tensor(offsets)}))
-    assert refusal(folder).startswith("the draft vocabulary names tokens twice or outside 0..47")
-
-
-def test_a_draft_vocabulary_of_another_size_is_refused(folder):
-    change(folder, draft_vocab_size=4)
-    change_tensors(folder, lambda tensors: tensors.update({"d2t": torch.zeros(3, dtype=torch.int64)}))
-    assert refusal(folder).startswith("d2t has 3 entries, not draft_vocab_size=4")
+@pytest.mark.parametrize(
+    ("changes", "tensors", "reason"),
+    [
+        (
+            {},
+            {"extra.weight": torch.zeros(1), "norm.weight": ..., "layers.0.mlp.up_proj.weight": ...},
+            "unknown tensors extra.weight and missing tensors layers.0.mlp.up_proj.weight, norm.weight",
+        ),
+        (
+            {},
+            dict.fromkeys(LAYER, ...),
+            f"missing tensors {', '.join(sorted(LAYER)[:4])} and {len(LAYER) - 4} more",
+        ),
+        (
+            {"num_target_layers": 6, "dflash__target_layer_ids": [0, 1, 4]},
+            {},
+            "fc.weight is [32, 64], but 3 feature layers of hidden size 32 need [32, 96]: config.json and",
+        ),
+        ({"intermediate_size": 40}, {}, "tensor layers.0.mlp.gate_proj.weight is [48, 32], not [40, 32]"),
+        (
+            {},
+            {"norm.weight": BYTES},
+            "tensor norm.weight is torch.int8: quantized drafters are not supported",
+        ),
+        (
+            {},
+            {"lm_head.weight": torch.zeros(9, 32)},
+            "tensor lm_head.weight is [9, 32], not [48, 32] as config",
+        ),
+        ({"draft_vocab_size": 3}, {"d2t": torch.tensor([0, 0, 46])}, OUTSIDE),
+        ({"draft_vocab_size": 3}, {"d2t": torch.tensor([0, -1, 0])}, OUTSIDE),
+        ({"draft_vocab_size": 3}, {"d2t": torch.tensor([-1, 0, 0])}, OUTSIDE),
+        (
+            {"draft_vocab_size": 4},
+            {"d2t": torch.tensor([0, 0, 0])},
+            "d2t has 3 entries, not draft_vocab_size=4",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_named(folder, changes, tensors, reason):
+    assert refusal(change_tensors(change(folder, **changes), tensors)).startswith(reason)
 
 
 def test_a_damaged_vocabulary_file_is_refused(folder):

@@ -15,7 +15,7 @@ from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
 from ddtree.sampling.params import SamplingParams
 from ddtree.stats import Clock
-from drafting import scored
+from drafting import drafted, opened, scored
 
 SMALL = 6  # a vocabulary whose trees can be enumerated
 LLAMA = tiny.model("llama")
@@ -30,24 +30,6 @@ def drafter_for(model, **arguments):
     return DraftModel(Target(model), target, **arguments)
 
 
-def opened(drafter, *rows):
-    """The drafter with a new row for each of `rows`, told their committed tokens in two parts."""
-    for wanted in rows:
-        drafter.add_row()
-        index, committed = len(drafter._backlog) - 1, wanted.tokens[:-1]
-        drafter.observe(index, committed[:3], None)
-        drafter.observe(index, committed[3:], None)
-    return drafter
-
-
-def draft(drafter, *rows):
-    tree = opened(drafter, *rows).draft(list(rows), Clock())
-    wellformed.check(tree, list(rows))
-    for _ in rows:
-        drafter.drop_row(0)
-    return tree
-
-
 def plain(model, tokens, path, temperature=1.0):
     """The log-probability of `path` after `tokens`, by one whole forward."""
     with torch.inference_mode():
@@ -60,7 +42,7 @@ def plain(model, tokens, path, temperature=1.0):
 @pytest.mark.parametrize("length", [1, 7, 40])
 def test_scores_are_the_models_own_log_probabilities_of_each_path(family, length):
     model, tokens = tiny.model(family), tiny.prompt(length)
-    found = scored(draft(drafter_for(model), row(tokens, budget=20)))
+    found = scored(drafted(drafter_for(model), row(tokens, budget=20)))
     assert len(found) == 20
     assert max(map(len, found)) > 1
     for path, score in found.items():
@@ -71,7 +53,7 @@ def test_scores_are_the_models_own_log_probabilities_of_each_path(family, length
 def test_the_tree_is_the_best_of_all_paths(seed):
     model = tiny.model("llama", seed=seed, vocab_size=SMALL)
     tokens = [t % SMALL for t in tiny.prompt(9, seed)]
-    found = scored(draft(drafter_for(model, width=32), row(tokens, budget=30, depth=3)))
+    found = scored(drafted(drafter_for(model, width=32), row(tokens, budget=30, depth=3)))
     every = [
         plain(model, tokens, path)
         for depth in (1, 2, 3)
@@ -85,10 +67,10 @@ def test_growth_ends_when_no_deeper_node_can_be_among_the_best(monkeypatch):
     drafter, passes = drafter_for(LLAMA), []
     run = Target.extend
     monkeypatch.setattr(Target, "extend", lambda *a, **k: passes.append(1) or run(*a, **k))
-    early = draft(drafter, *wanted)
+    early = drafted(drafter, *wanted)
     count = len(passes)
     monkeypatch.setattr(draft_model._Growth, "_finished", lambda *_: False)
-    late = draft(drafter, *wanted)
+    late = drafted(drafter, *wanted)
     assert count < len(passes) - count == 12
     assert wellformed.paths(early, 0) == wellformed.paths(late, 0)
     assert wellformed.paths(early, 1) == wellformed.paths(late, 1)
@@ -102,7 +84,7 @@ def test_a_chain_is_the_models_greedy_continuation():
         for _ in range(9):
             logits = LLAMA(input_ids=torch.tensor([expected]), use_cache=False).logits
             expected.append(int(logits[0, -1].argmax()))
-    tree = draft(drafter_for(LLAMA), row(tokens, budget=20, depth=9, chain=True))
+    tree = drafted(drafter_for(LLAMA), row(tokens, budget=20, depth=9, chain=True))
     assert wellformed.paths(tree)[-1] == tuple(expected[20:])
 
 
@@ -119,7 +101,7 @@ def test_after_rounds_of_any_length_the_tree_is_that_of_the_whole_text():
     wanted = [row(t[:n]) for t, n in zip(texts, lengths, strict=True)]
     tree = drafter.draft(wanted, Clock())
     for index, one in enumerate(wanted):
-        assert scored(tree, index) == pytest.approx(scored(draft(drafter_for(LLAMA), one)), abs=1e-4)
+        assert scored(tree, index) == pytest.approx(scored(drafted(drafter_for(LLAMA), one)), abs=1e-4)
 
 
 def test_a_row_that_sat_out_catches_up():
@@ -129,7 +111,7 @@ def test_a_row_that_sat_out_catches_up():
         drafter.draft([row(text[:stop], depth=0), other], Clock())
         drafter.observe(0, [text[stop - 1]], None)
     tree = drafter.draft([row(text), other], Clock())
-    assert scored(tree) == pytest.approx(scored(draft(drafter_for(LLAMA), row(text))), abs=1e-4)
+    assert scored(tree) == pytest.approx(scored(drafted(drafter_for(LLAMA), row(text))), abs=1e-4)
 
 
 def test_the_draft_models_context_limits_the_depth():
@@ -137,14 +119,14 @@ def test_the_draft_models_context_limits_the_depth():
     drafter = DraftModel(Target(LLAMA, max_context=20), target, width=2)
     for length, depth in [(17, 4), (18, 3), (20, 1), (21, 0), (60, 0)]:
         long, short = row(tiny.prompt(length), budget=40), row(tiny.prompt(5), budget=40)
-        tree = draft(drafter, long, short)
+        tree = drafted(drafter, long, short)
         assert int(tree.row(0).depths.max()) == depth
-        assert scored(tree, 1) == pytest.approx(scored(draft(drafter, short)), abs=1e-4)
+        assert scored(tree, 1) == pytest.approx(scored(drafted(drafter, short)), abs=1e-4)
 
 
 def test_temperature_flattens_the_scores_of_sampled_rows():
     tokens = tiny.prompt(9)
-    found = scored(draft(drafter_for(LLAMA), row(tokens, temperature=0.5, noise=Noise(0, tiny.VOCAB))))
+    found = scored(drafted(drafter_for(LLAMA), row(tokens, temperature=0.5, noise=Noise(0, tiny.VOCAB))))
     for path, score in found.items():
         assert score == pytest.approx(plain(LLAMA, tokens, path, temperature=0.5), abs=4e-4)
 
@@ -188,17 +170,17 @@ def test_a_row_is_left_out_until_its_text_is_processed_and_drafted_as_ever_then(
     ready, late = row(tiny.prompt(12)), row(tiny.prompt(60, 1))
     drafter = opened(drafter_for(LLAMA, chunk=20), ready)
     drafter.draft([ready], Clock())
-    opened(drafter, late)
+    opened(drafter, late, first=1)
     sizes = processed(drafter, monkeypatch)
     for left in (39, 19):
         tree = drafter.draft([ready, late], Clock())
         assert (sizes, drafter.lagging_rows, len(drafter._backlog[1])) == ([20], [1], left)
         assert tree.sizes == [16, 1]
-        assert scored(tree) == pytest.approx(scored(draft(drafter_for(LLAMA), ready)), abs=1e-4)
+        assert scored(tree) == pytest.approx(scored(drafted(drafter_for(LLAMA), ready)), abs=1e-4)
         sizes.clear()
     tree = drafter.draft([ready, late], Clock())
     assert (sizes, drafter.lagging_rows) == ([19], [])
-    assert scored(tree, 1) == pytest.approx(scored(draft(drafter_for(LLAMA), late)), abs=1e-4)
+    assert scored(tree, 1) == pytest.approx(scored(drafted(drafter_for(LLAMA), late)), abs=1e-4)
 
 
 def test_texts_are_processed_at_once_where_no_other_row_waits(monkeypatch):
@@ -265,7 +247,7 @@ def test_other_meanings_of_ids_are_refused(words):
 def test_paddings_and_further_tokens_do_no_harm():
     drafter = DraftModel(*pair("abcd", "abcde", draft_size=40))
     # The target's ids from 40 on are unknown to the draft model.
-    tree = draft(drafter, row([3, 45, 7, 47]), row([3, 45, 7, 47] * 12))
+    tree = drafted(drafter, row([3, 45, 7, 47]), row([3, 45, 7, 47] * 12))
     assert int(tree.tokens[:, 1:].max()) < 40
     assert tree.sizes == [16, 16]
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import tiny
-import wellformed
 from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
@@ -19,81 +18,59 @@ from ddtree.drafters.draft_model import DraftModel
 from ddtree.drafters.merged import Merged, Mixed
 from ddtree.drafters.ngram import Lookup
 from ddtree.model.target import Target
-from ddtree.sampling.noise import Noise
-from ddtree.stats import Clock
-from drafting import scored, varied_network
+from ddtree.sampling.noise import PLAIN, Noise
+from drafting import COUPLING, draft, observe, opened, scored, varied_network
 
-PLAIN, COUPLING = (0.0, 1.0), (0.8, 1.2)
 HEADS = {
     "markov": {"size": tiny.VOCAB, "rank": 6},
     "treeflash": {"hidden_size": 32, "intermediate_size": 16},
     "domino": {"hidden_size": 32, "size": tiny.VOCAB, "gru_hidden": 12, "rank": 8},
 }
-KINDS = ["dflash", *HEADS, "d2sd", "d2sd chains", "draft model", "lookup", "mixed", "mixed tree", "merged"]
+KINDS = [
+    "dflash",
+    "windows",
+    *HEADS,
+    "d2sd",
+    "d2sd chains",
+    "draft model",
+    "lookup",
+    "mixed",
+    "mixed tree",
+    "merged",
+]
 every_drafter = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target(tiny.model("qwen3", tie_word_embeddings=False))
-
-
 def drafter_of(kind, target, coupling=PLAIN):
-    if kind == "dflash":
-        return DFlash(Backbone(varied_network(seed=1), target), coupling=coupling)
+    shape = {"windows": (4, None), "causal": (True, False)} if kind == "windows" else {}
+    backbone = Backbone(varied_network(seed=1, **shape), target)
+    lookup = Lookup(coupling=coupling)
+    if kind in ("dflash", "windows"):
+        return DFlash(backbone, coupling=coupling)
     if kind in HEADS:
         torch.manual_seed(2)
         head = create(kind, **HEADS[kind])
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter, std=0.5)
         if kind == "domino":
-            return Domino(
-                Backbone(varied_network(seed=1), target), head, coupling=coupling, width=64, candidates=64
-            )
-        return FirstOrder(
-            Backbone(varied_network(seed=1), target), head, coupling=coupling, predecessors=10_000
-        )
+            return Domino(backbone, head, coupling=coupling, width=64, candidates=64)
+        return FirstOrder(backbone, head, coupling=coupling, predecessors=10_000)
     if kind in ("d2sd", "d2sd chains"):
-        return D2SD(
-            Backbone(varied_network(seed=1), target), branches=3, trees=kind == "d2sd", coupling=coupling
-        )
+        return D2SD(backbone, branches=3, trees=kind == "d2sd", coupling=coupling)
     if kind == "draft model":
         return DraftModel(Target(tiny.model("llama", seed=3)), target, coupling=coupling)
-    if kind == "lookup":
-        return Lookup(coupling=coupling)
-    lookup = Lookup(coupling=coupling)
     if kind == "mixed":
         return Mixed(drafter_of("dflash", target, coupling), lookup)
     if kind == "mixed tree":
         return Mixed(drafter_of("domino", target, coupling), lookup)
-    return Merged([drafter_of("treeflash", target, coupling), lookup])
+    if kind == "merged":
+        return Merged([drafter_of("treeflash", target, coupling), lookup])
+    return lookup
 
 
 def request(length=25, budget=14, depth=4, **changes):
     # Few different tokens, so that n-grams find something.
     return DraftRow([2 + token % 8 for token in tiny.prompt(length, length)], budget, depth, **changes)
-
-
-def observe(drafter, index, row, start=0, stop=None, chunk=1000):
-    """Show a drafter the committed tokens start..stop of a row, which is told from others by its first tokens."""
-    committed = row.tokens[: len(row.tokens) - 1 if stop is None else stop]
-    features = torch.randn(len(committed), 64, generator=torch.Generator().manual_seed(sum(row.tokens[:4])))
-    for at in range(start, len(committed), chunk):
-        part = slice(at, at + chunk)
-        drafter.observe(index, committed[part], features[part] if drafter.feature_layers else None)
-
-
-def opened(drafter, *rows, chunk=1000):
-    for index, row in enumerate(rows):
-        drafter.add_row()
-        observe(drafter, index, row, chunk=chunk)
-    return drafter
-
-
-def draft(drafter, *rows):
-    tree = drafter.draft(list(rows), Clock())
-    wellformed.check(tree, list(rows))
-    return tree
 
 
 def same(tree, index, other, place=0):

@@ -1,6 +1,5 @@
 """Drafters with heads: their trees against every path scored one by one, chains, rows, noise, and their edges."""
 
-import heapq
 import math
 
 import pytest
@@ -8,24 +7,16 @@ import torch
 
 import tiny
 import wellformed
-from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash import DFlash, first_order
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.domino import Domino
 from ddtree.drafters.dflash.first_order import FirstOrder
 from ddtree.drafters.dflash.heads import DominoHead, Markov, TreeFlash
-from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
-from ddtree.model.target import Target
-from ddtree.sampling.noise import Noise, couple
-from ddtree.sampling.params import SamplingParams
-from ddtree.stats import Clock
-from drafting import scored, varied_network
+from ddtree.sampling.noise import PLAIN, Noise, couple
+from drafting import BLOCK, COUPLING, DEPTH, best_prefixes, draft, opened, request, scored, varied_network
 
-BLOCK = 6
-DEPTH = BLOCK - 1
 REDUCED = torch.tensor([t for t in range(tiny.VOCAB) if t % 3])
-PLAIN, COUPLING = (0.0, 1.0), (0.8, 1.2)
 # Settings with which nothing is left out: all predecessors guessed, all candidates corrected, all prefixes kept.
 WIDE = {
     "markov": {"predecessors": 10_000},
@@ -33,11 +24,6 @@ WIDE = {
     "domino": {"width": 64, "candidates": 64},
 }
 every_kind = pytest.mark.parametrize("kind", WIDE)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target(tiny.model("qwen3", tie_word_embeddings=False).requires_grad_(False))
 
 
 def backbone_of(target, draft_ids=None, **changes):
@@ -61,28 +47,12 @@ def head_of(kind, size=tiny.VOCAB, strength=1.0, **options):
     return made
 
 
-def drafter_of(kind, target, lengths=(11,), *, backbone=None, head=None, **settings):
-    """A drafter with a row of each length."""
+def drafter_of(kind, target, *rows, backbone=None, head=None, **settings):
+    """A drafter that has seen the rows' contexts, of a row of 11 tokens by default."""
     backbone = backbone or backbone_of(target)
     made = Domino if kind == "domino" else FirstOrder
     drafter = made(backbone, head or head_of(kind, backbone.size), **settings)
-    for row, length in enumerate(lengths):
-        drafter.add_row()
-        features = torch.randn(length, 64, generator=torch.Generator().manual_seed(length))
-        drafter.observe(row, tiny.prompt(length, length), features)
-    return drafter
-
-
-def request(length=11, **changes):
-    options = {"budget": 12, "depth": DEPTH, **changes}
-    return DraftRow([*tiny.prompt(length, length), (7 * length + 3) % 40], **options)
-
-
-def draft(drafter, *rows):
-    tree = drafter.draft(list(rows), Clock())
-    if not getattr(drafter, "beta", 0.0):
-        wellformed.check(tree, list(rows))
-    return tree
+    return opened(drafter, *(rows or [request()]))
 
 
 class Oracle:
@@ -108,17 +78,7 @@ class Oracle:
         return dict(zip(tokens, logq.tolist(), strict=True))
 
     def best(self, beta=0.0):
-        """The best prefixes by log-probability + beta * depth, with their log-probabilities, by a heap."""
-        heap, found = [(0.0, 0.0, ())], {}
-        while heap and len(found) <= self.row.budget:
-            _, score, path = heapq.heappop(heap)
-            found[path] = score
-            if len(path) < self.row.depth:
-                for token, logprob in self.children(path).items():
-                    child = (*path, token)
-                    heapq.heappush(heap, (-(score + logprob + beta * len(child)), score + logprob, child))
-        del found[()]
-        return found
+        return best_prefixes(self.children, self.row.budget, self.row.depth, beta)
 
 
 def check_best(drafter, row, beta=0.0):
@@ -180,16 +140,17 @@ def test_an_untrained_head_drafts_as_dflash(target, kind, coupling, few):
 
 @every_kind
 def test_a_chain_takes_the_likeliest_token_after_its_own_path(target, kind):
-    drafter = drafter_of(kind, target, **WIDE[kind])
-    chain = list(scored(draft(drafter, request(chain=True))))
-    oracle, greedy = Oracle(drafter, request()), ()
+    row = request(19, chain=True)
+    drafter = drafter_of(kind, target, row, **WIDE[kind])
+    chain = list(scored(draft(drafter, row)))
+    oracle, greedy = Oracle(drafter, row), ()
     for _ in range(DEPTH):
         children = oracle.children(greedy)
         greedy = (*greedy, max(children, key=children.get))
     assert chain == [greedy[: depth + 1] for depth in range(DEPTH)]
-    assert chain != list(scored(draft(DFlash(drafter.backbone), request(chain=True))))
+    assert chain != list(scored(draft(DFlash(drafter.backbone), row)))
     for budget, depth, length in ((3, DEPTH, 3), (9, 2, 2), (1024, 3, 3)):
-        short = draft(drafter, request(chain=True, budget=budget, depth=depth))
+        short = draft(drafter, request(19, chain=True, budget=budget, depth=depth))
         assert list(scored(short)) == chain[:length]
 
 
@@ -206,30 +167,6 @@ def test_a_trace_sees_the_heads_view_of_any_path(target, kind):
     for count in range(len(path) + 1):
         expected = Oracle(drafter, row).children(path[:count])
         assert found[count].tolist() == pytest.approx(list(expected.values()), abs=1e-5)
-
-
-@pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("method", ["chain", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_text_is_that_of_plain_decoding(temperature, method, coupled):
-    model = tiny.model("llama")
-    answers = []
-    for drafter in (None, tiny.drafter("domino", model, coupled)):
-        engine = Engine(Target(model), drafter)
-        options = {"method": method, "budget": 15} if drafter else {"method": "off"}
-        sequences = [
-            engine.add(
-                tiny.prompt(6 + 9 * seed, seed),
-                SamplingParams(temperature=temperature, seed=seed, max_tokens=40),
-                **options,
-            )
-            for seed in (0, 1)
-        ]
-        while not engine.idle:
-            engine.step()
-        engine.target.close()
-        answers.append([sequence.output for sequence in sequences])
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +255,7 @@ def test_confidence_scales_the_children_of_a_prefix(target):
     backbone, row = backbone_of(target), request(9, budget=20)
     head = head_of("markov", confidence=32)
     torch.nn.init.normal_(head.confidence_proj.weight, std=2)
-    plain = drafter_of("markov", target, (9,), backbone=backbone, head=head, **WIDE["markov"])
+    plain = drafter_of("markov", target, row, backbone=backbone, head=head, **WIDE["markov"])
     wary = FirstOrder(backbone, head, confident=True, **WIDE["markov"])
     usual, scaled = scored(draft(plain, row)), scored(draft(wary, row))
     states = backbone.states([row.tokens[-1]], DEPTH)
@@ -336,7 +273,7 @@ def test_predecessors_scored_a_few_at_a_time_give_the_same_trees(target, kind, m
         request(4, budget=5),
         request(19, chain=True),
     ]
-    drafter = drafter_of(kind, target, (11, 4, 19), coupling=COUPLING)
+    drafter = drafter_of(kind, target, *rows, coupling=COUPLING)
     together = draft(drafter, *rows)
     monkeypatch.setattr(
         first_order, "_AT_ONCE", 100

@@ -1,20 +1,14 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-import tiny
 import wellformed
 from ddtree.drafters import DraftRow
 from ddtree.drafters.merged import Merged
-from ddtree.drafters.ngram import Lookup
-from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError
-from ddtree.model.target import Target
-from ddtree.sampling.params import SamplingParams
-from ddtree.stats import Clock
 from ddtree.tree import DraftTree
+from drafting import draft
 
 
 class Fixed:
@@ -51,12 +45,6 @@ def row(budget=15, depth=16, **more):
     return DraftRow([1, 2, 3], budget, depth, **more)
 
 
-def draft(merged, *rows):
-    tree = merged.draft(list(rows), Clock())
-    wellformed.check(tree, list(rows))
-    return tree
-
-
 A = {(5,): 0.6, (5, 6): 0.5, (7,): 0.2, (7, 8): 0.1}
 B = {(9,): 0.4, (5,): 0.3, (5, 4): 0.25, (7,): 0.22, (7, 8): 0.21, (7, 8, 1): 0.05}
 
@@ -78,9 +66,10 @@ def test_one_drafter_is_that_drafter():
 
 def test_every_drafter_gets_the_whole_budget_and_its_own_depth():
     shallow, deep = Fixed("a", A, max_depth=1), Fixed("b", B, max_depth=9)
-    merged = Merged([shallow, deep])
-    assert merged.max_depth == 9
-    tree = draft(merged, row(budget=9, depth=5))
+    merged, wanted = Merged([shallow, deep]), row(budget=9, depth=5)
+    assert (merged.name, merged.max_depth) == ("a+b", 9)
+    tree = draft(merged, wanted)
+    assert wanted == row(budget=9, depth=5)
     assert [(r.budget, r.depth) for drafter in (shallow, deep) for r in drafter.asked[0]] == [(9, 1), (9, 5)]
     assert (5, 6) not in wellformed.paths(tree)
 
@@ -115,35 +104,9 @@ def test_rows_are_opened_and_dropped_in_every_drafter():
     assert [part.told for part in parts] == [["add", ("drop", 0), (0, [1], None)]] * 2
 
 
-def test_the_name_tells_the_parts():
-    assert Merged([Fixed("a", A), Fixed("b", B)]).name == "a+b"
-
-
-def test_the_callers_rows_are_left_alone():
-    wanted = row(depth=5)
-    before = replace(wanted)
-    draft(Merged([Fixed("a", A, max_depth=1), Fixed("b", B)]), wanted)
-    assert wanted == before
-
-
-def test_nothing_to_merge_is_named():
-    with pytest.raises(ConfigError, match="drafters=\\[\\] holds no drafter"):
-        Merged([])
-
-
-def test_a_drafter_given_twice_is_named():
-    part = Fixed("a", A)
-    with pytest.raises(ConfigError, match="given twice"):
-        Merged([part, part])
-
-
-def test_a_merged_drafter_decodes_a_batch_that_comes_and_goes():
-    def outputs(drafter):
-        engine = Engine(Target(tiny.model()), drafter, max_rows=2)
-        params = [SamplingParams(temperature=0.5, seed=n, max_tokens=10 + 7 * n) for n in range(4)]
-        sequences = [engine.add(tiny.prompt(9 * n + 2, n) * 2, p) for n, p in enumerate(params)]
-        while not engine.idle:
-            engine.step()
-        return [sequence.output for sequence in sequences]
-
-    assert outputs(Merged([Lookup(), Lookup(order=2)])) == outputs(None)
+@pytest.mark.parametrize(
+    ("parts", "message"), [([], r"drafters=\[\] holds no drafter"), ([Fixed("a", A)] * 2, "given twice")]
+)
+def test_what_cannot_be_merged_is_named(parts, message):
+    with pytest.raises(ConfigError, match=message):
+        Merged(parts)

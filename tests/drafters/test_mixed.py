@@ -7,28 +7,20 @@ import pytest
 import torch
 
 import tiny
-import wellformed
 from ddtree.drafters import DraftRow, merged
 from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.merged import Merged, Mixed
 from ddtree.drafters.ngram import Lookup, TextIndex, backoff
 from ddtree.errors import ConfigError
-from ddtree.model.target import Target
-from ddtree.stats import Clock
-from drafting import scored
+from drafting import DEPTH, best_prefixes, drafted, opened, scored
 
-DEPTH, WEIGHT = 5, 0.75
+WEIGHT = 0.75
 
 
 @pytest.fixture(autouse=True)
 def the_whole_vocabulary_is_looked_at(monkeypatch):
     monkeypatch.setattr(merged, "_LEAST", tiny.VOCAB)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target(tiny.model("qwen3", tie_word_embeddings=False))
 
 
 def dflash(target, draft_ids=None, **options):
@@ -51,19 +43,6 @@ def request(seed, length=40, budget=20, depth=DEPTH, **changes):
     return DraftRow([2 + token % 6 for token in tiny.prompt(length, seed)], budget, depth, **changes)
 
 
-def draft(drafter, *rows):
-    for index, row in enumerate(rows):
-        drafter.add_row()
-        count = len(row.tokens) - 1
-        features = torch.randn(count, 64, generator=torch.Generator().manual_seed(sum(row.tokens)))
-        drafter.observe(index, row.tokens[:-1], features if drafter.feature_layers else None)
-    tree = drafter.draft(list(rows), Clock())
-    for _ in rows:
-        drafter.drop_row(0)
-    wellformed.check(tree, list(rows))
-    return tree
-
-
 def conditional(tree):
     """Probabilities of each node's children in a tree."""
     scores, found = {(): 0.0, **scored(tree)}, {}
@@ -73,35 +52,27 @@ def conditional(tree):
     return found
 
 
-def oracle(row, likely, weight=WEIGHT, levels=DEPTH):
-    """The best prefixes by complete search; `likely` gives a prefix's children under the network."""
+def oracle(row, likely, weight=WEIGHT):
+    """The best prefixes under the mix; `likely` gives a prefix's children under the network."""
     index = TextIndex(5)
     index.extend(row.tokens)
-    level, found = {(): 0.0}, {}
-    for _ in range(levels):
-        grown = {}
-        for path, score in level.items():
-            seen, left = backoff([*row.tokens, *path][-5:], index, None, 2.0)
-            known = likely(path)
-            assert sum(seen.values()) == pytest.approx(1 - left)
-            for token in {*seen, *known}:
-                chance = weight * seen.get(token, 0.0) + (1 - weight * (1 - left)) * known.get(token, 0.0)
-                if chance > 0:
-                    grown[(*path, token)] = score + math.log(chance)
-        level = dict(sorted(grown.items(), key=lambda item: -item[1])[: row.budget])
-        found |= level
-    return dict(sorted(found.items(), key=lambda item: -item[1])[: row.budget])
+
+    def children(path):
+        seen, left = backoff([*row.tokens, *path][-5:], index, None, 2.0)
+        assert sum(seen.values()) == pytest.approx(1 - left)
+        known, share = likely(path), 1 - weight * (1 - left)
+        chances = {t: weight * seen.get(t, 0.0) + share * known.get(t, 0.0) for t in {*seen, *known}}
+        return {token: math.log(chance) for token, chance in chances.items() if chance > 0}
+
+    return best_prefixes(children, row.budget, DEPTH)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("weight", [0.3, 0.75, 1.0])
 def test_the_tree_is_the_best_under_the_mix(target, seed, weight):
     row = request(seed)
-    tree = draft(Mixed(dflash(target), Lookup(), weight=weight), row)
-    drafter = dflash(target)
-    drafter.add_row()
-    drafter.observe(0, [], torch.randn(39, 64, generator=torch.Generator().manual_seed(sum(row.tokens))))
-    tokens, logprobs = drafter.candidates([row], 1000)
+    tree = drafted(Mixed(dflash(target), Lookup(), weight=weight), row)
+    tokens, logprobs = opened(dflash(target), row).candidates([row], 1000)
     levels = [
         dict(zip(t, p, strict=True))
         for t, p in zip(tokens[0].tolist(), logprobs[0].exp().tolist(), strict=True)
@@ -118,44 +89,44 @@ def test_the_tree_is_the_best_under_the_mix(target, seed, weight):
 @pytest.mark.parametrize("seed", range(3))
 def test_another_drafters_probabilities_are_those_of_its_tree(target, seed):
     row = request(seed)
-    tree = draft(Mixed(Foreign(dflash(target)), Lookup()), row)
-    inside = conditional(draft(dflash(target), replace(row, budget=2 * row.budget)))
+    tree = drafted(Mixed(Foreign(dflash(target)), Lookup()), row)
+    inside = conditional(drafted(dflash(target), replace(row, budget=2 * row.budget)))
     expected = oracle(row, lambda path: inside.get(path, {}))
     assert list(scored(tree).values()) == pytest.approx(list(expected.values()), abs=1e-4)
 
 
 def test_where_n_grams_know_nothing_the_tree_is_the_networks(target):
     row, others = DraftRow(list(range(3, 20)), 20, DEPTH), torch.arange(20, tiny.VOCAB)
-    alone = draft(dflash(target, others), row)
+    alone = drafted(dflash(target, others), row)
     for network in (dflash(target, others), Foreign(dflash(target, others))):
-        assert scored(draft(Mixed(network, Lookup()), row)) == pytest.approx(scored(alone), abs=1e-5)
+        assert scored(drafted(Mixed(network, Lookup()), row)) == pytest.approx(scored(alone), abs=1e-5)
 
 
 def test_beyond_the_networks_depth_n_grams_go_on(target):
     span = list(range(4, 30))
     row = DraftRow([*span, 1, 2, *span, 1, 2, *span[:5]], 60, 12)
-    tree = draft(Mixed(dflash(target), Lookup()), row)
+    tree = drafted(Mixed(dflash(target), Lookup()), row)
     assert tuple(span[5:17]) in scored(tree)
 
 
 def test_probabilities_of_siblings_do_not_exceed_one(target):
     row = request(1, budget=1024)
     for network in (dflash(target), Foreign(dflash(target))):
-        for children in conditional(draft(Mixed(network, Lookup()), row)).values():
+        for children in conditional(drafted(Mixed(network, Lookup()), row)).values():
             assert sum(children.values()) <= 1 + 1e-5
 
 
 def test_rows_may_name_the_parts_that_draft_for_them(target):
     row = request(2)
-    network, lookup = draft(dflash(target), row), draft(Lookup(), row)
-    both = draft(Mixed(dflash(target), Lookup()), row)
+    network, lookup = drafted(dflash(target), row), drafted(Lookup(), row)
+    both = drafted(Mixed(dflash(target), Lookup()), row)
     assert len({tuple(scored(tree)) for tree in (network, lookup, both)}) == 3
     rows = [
         replace(row, members=members) for members in (("dflash",), ("lookup",), ("dflash", "lookup"), None)
     ]
     for batch in ([own] for own in rows[:2]), [rows]:
         for asked in batch:
-            tree = draft(Mixed(dflash(target), Lookup()), *asked)
+            tree = drafted(Mixed(dflash(target), Lookup()), *asked)
             for index, own in enumerate(asked):
                 expected = {("dflash",): network, ("lookup",): lookup}.get(own.members, both)
                 assert scored(tree, index) == pytest.approx(scored(expected), abs=1e-4)
@@ -164,7 +135,7 @@ def test_rows_may_name_the_parts_that_draft_for_them(target):
 def test_drafters_that_draft_alone_are_told_as_merged_ones_are(target):
     drafter, row = Mixed(dflash(target), Lookup()), request(2)
     assert isinstance(drafter, Merged) and drafter.name == "dflash+lookup"
-    draft(drafter, replace(row, members=("lookup",)))
+    drafted(drafter, replace(row, members=("lookup",)))
     assert [name for name, _ in drafter.proposals] == ["lookup"]
 
 
@@ -174,9 +145,9 @@ def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
 
     rows = [request(1, length=20, budget=9), request(2, length=11, budget=14)]
     drafter = Mixed(Foreign(dflash(target)) if foreign else dflash(target), Lookup())
-    alone = {drafter.network.name: draft(dflash(target), *rows), "lookup": draft(Lookup(), *rows)}
+    alone = {drafter.network.name: drafted(dflash(target), *rows), "lookup": drafted(Lookup(), *rows)}
     inner, drafter.drop_row = drafter.drop_row, lambda row: None
-    draft(drafter, *rows)
+    drafted(drafter, *rows)
     for row in rows:
         row.tokens.append(5)
     told = dict(drafter.proposals)
@@ -190,9 +161,9 @@ def test_the_parts_own_trees_can_be_asked_for_after_a_mix(target, foreign):
 
 def test_a_chain_is_a_path_under_the_mix(target):
     row = request(3, budget=DEPTH, chain=True)
-    tree = draft(Mixed(dflash(target), Lookup()), row)
+    tree = drafted(Mixed(dflash(target), Lookup()), row)
     assert len(scored(tree)) == DEPTH
-    wide = scored(draft(Mixed(dflash(target), Lookup()), replace(row, budget=200, chain=False)))
+    wide = scored(drafted(Mixed(dflash(target), Lookup()), replace(row, budget=200, chain=False)))
     for path, score in scored(tree).items():
         siblings = [other for other in wide if other[:-1] == path[:-1]]
         assert score == pytest.approx(max(wide[other] for other in siblings), abs=1e-5)

@@ -10,7 +10,7 @@ from ddtree.drafters.ngram_builder import build_table
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.sampling.noise import Noise
 from ddtree.stats import Clock
-from drafting import scored
+from drafting import drafted, scored
 
 WEIGHT, WEIGHT_ALONE = 6.0, 2.0
 
@@ -22,17 +22,6 @@ def text(length, vocab=5, seed=0):
 
 def row(tokens, budget=15, depth=16, **more):
     return DraftRow(list(tokens), budget, depth, **more)
-
-
-def draft(drafter, *rows):
-    """The tree for rows that were just opened."""
-    for _ in rows:
-        drafter.add_row()
-    tree = drafter.draft(list(rows), Clock())
-    for _ in rows:
-        drafter.drop_row(0)
-    wellformed.check(tree, list(rows))
-    return tree
 
 
 def table_of(tmp_path, sequences, **arguments):
@@ -82,7 +71,7 @@ def test_the_tree_is_the_best_of_a_complete_search(tmp_path, seed, with_table):
     sequences = [text(30, seed=100 + seed), text(50, seed=200 + seed)] if with_table else []
     table = table_of(tmp_path, sequences) if with_table else None
     best, nodes = oracle(own, sequences, budget=40, depth=4)
-    tree = draft(Lookup(table), row(own, budget=40, depth=4))
+    tree = drafted(Lookup(table), row(own, budget=40, depth=4))
     found = scored(tree)
     # A table's counts are near the true ones.
     tolerance = 0.02 if with_table else 1e-5
@@ -94,17 +83,17 @@ def test_the_tree_is_the_best_of_a_complete_search(tmp_path, seed, with_table):
 def test_contexts_are_no_longer_than_the_order(order):
     own = text(60, vocab=3, seed=3)
     best, _ = oracle(own, [], budget=20, depth=3, order=order)
-    tree = draft(Lookup(order=order), row(own, budget=20, depth=3))
+    tree = drafted(Lookup(order=order), row(own, budget=20, depth=3))
     assert list(scored(tree).values()) == pytest.approx(best, abs=1e-5)
 
 
 def test_nothing_known_leaves_the_root_alone():
-    tree = draft(Lookup(), row(range(50)), row([7]))
+    tree = drafted(Lookup(), row(range(50)), row([7]))
     assert tree.sizes == [1, 1]
 
 
 def test_the_bonus_token_is_context():
-    tree = draft(Lookup(), row([1, 2, 3, 9, 1, 2], budget=1))
+    tree = drafted(Lookup(), row([1, 2, 3, 9, 1, 2], budget=1))
     assert wellformed.paths(tree) == [(), (3,)]
 
 
@@ -113,14 +102,14 @@ def test_a_copied_span_is_drafted_to_the_depth_limit(chain):
     span = list(range(100, 130))
     drafter = Lookup()
     for depth in (1, 5, 16):
-        tree = draft(drafter, row([*span, 1, 2, *span[:4]], budget=16, depth=depth, chain=chain))
+        tree = drafted(drafter, row([*span, 1, 2, *span[:4]], budget=16, depth=depth, chain=chain))
         path = tuple(span[4 : 4 + depth])
         assert path in scored(tree)
         assert scored(tree)[path] > depth * math.log(0.8)
 
 
 def test_of_equal_counts_the_newest_comes_first():
-    tree = draft(Lookup(), row([1, 2, 1, 3, 1, 4, 1], budget=3, depth=1))
+    tree = drafted(Lookup(), row([1, 2, 1, 3, 1, 4, 1], budget=3, depth=1))
     assert [path[0] for path in scored(tree)] == [4, 3, 2]
 
 
@@ -129,7 +118,7 @@ def test_growing_a_text_counts_nothing_twice():
     drafter.add_row()
     for stop in (10, 11, 30, 33, 80):
         grown = drafter.draft([row(tokens[:stop])], Clock())
-        assert scored(grown) == scored(draft(Lookup(), row(tokens[:stop])))
+        assert scored(grown) == scored(drafted(Lookup(), row(tokens[:stop])))
 
 
 def test_another_text_in_the_same_row_is_counted_anew():
@@ -138,20 +127,20 @@ def test_another_text_in_the_same_row_is_counted_anew():
     drafter.draft([row(text(60, seed=1))], Clock())
     for tokens in (text(70, seed=2), text(20, seed=3), [1]):
         tree = drafter.draft([row(tokens)], Clock())
-        assert scored(tree) == scored(draft(Lookup(), row(tokens)))
+        assert scored(tree) == scored(drafted(Lookup(), row(tokens)))
 
 
 def test_the_tree_of_a_smaller_budget_is_the_beginning_of_a_larger_one():
     drafter, tokens = Lookup(), text(200, vocab=20)
-    whole = wellformed.paths(draft(drafter, row(tokens, budget=200)))
+    whole = wellformed.paths(drafted(drafter, row(tokens, budget=200)))
     assert len(whole) == 201
     for budget in (0, 1, 16, 100):
-        assert wellformed.paths(draft(drafter, row(tokens, budget=budget))) == whole[: budget + 1]
+        assert wellformed.paths(drafted(drafter, row(tokens, budget=budget))) == whole[: budget + 1]
 
 
 def test_a_chain_follows_the_likeliest_child():
     tokens = text(60, seed=8)
-    chain = wellformed.paths(draft(Lookup(), row(tokens, budget=6, chain=True)))
+    chain = wellformed.paths(drafted(Lookup(), row(tokens, budget=6, chain=True)))
     path = []
     for step in range(6):
         children = mixed(tokens, [], [*tokens, *path])
@@ -162,19 +151,19 @@ def test_a_chain_follows_the_likeliest_child():
 
 def test_a_table_is_asked_where_the_text_knows_nothing(tmp_path):
     table = table_of(tmp_path, [[5, 6, 7, 8]])
-    tree = draft(Lookup(table), row([1, 2, 5, 6]))
+    tree = drafted(Lookup(table), row([1, 2, 5, 6]))
     assert wellformed.paths(tree) == [(), (7,), (7, 8)]
 
 
 def test_the_own_text_outweighs_the_table(tmp_path):
     table = table_of(tmp_path, [[1, 2], [1, 2]])
-    tree = draft(Lookup(table), row([1, 3, 1], depth=1))
+    tree = drafted(Lookup(table), row([1, 3, 1], depth=1))
     assert [path[0] for path in scored(tree)] == [3, 2]
 
 
 def test_probabilities_of_siblings_do_not_exceed_one(tmp_path):
     table = table_of(tmp_path, [text(300, vocab=30, seed=seed) for seed in range(5)])
-    tree = draft(Lookup(table), row(text(100, vocab=30), budget=1024, depth=3))
+    tree = drafted(Lookup(table), row(text(100, vocab=30), budget=1024, depth=3))
     scores = scored(tree)
     for parent, score in [((), 0.0), *scores.items()]:
         children = [scores[path] for path in scores if path[:-1] == parent]
@@ -184,12 +173,12 @@ def test_probabilities_of_siblings_do_not_exceed_one(tmp_path):
 def test_a_table_whose_contexts_collide_still_gives_a_tree(tmp_path, monkeypatch):
     monkeypatch.setattr(ngram_table, "MULTIPLIER", 1)
     table = table_of(tmp_path, [text(100, vocab=30)])
-    assert draft(Lookup(table), row(text(50, vocab=30))).sizes == [16]
+    assert drafted(Lookup(table), row(text(50, vocab=30))).sizes == [16]
 
 
 def sampled(tokens, coupling, seed=1, **more):
     wanted = row(tokens, noise=Noise(seed, 50), temperature=1.0, **more)
-    return draft(Lookup(coupling=coupling), wanted)
+    return drafted(Lookup(coupling=coupling), wanted)
 
 
 def test_under_the_noise_candidates_are_ranked_by_their_chance_to_win():
@@ -209,9 +198,9 @@ def test_under_the_noise_candidates_are_ranked_by_their_chance_to_win():
 def test_a_table_brings_its_own_coupling(tmp_path):
     table = table_of(tmp_path, [text(300, vocab=20)], coupling=(1.0, 2.0))
     wanted = row([0, 1], noise=Noise(1, 50), temperature=1.0)
-    own = scored(draft(Lookup(table), wanted))
-    assert own == scored(draft(Lookup(table, coupling=(1.0, 2.0)), wanted))
-    assert own != scored(draft(Lookup(table, coupling=(0.0, 1.0)), wanted))
+    own = scored(drafted(Lookup(table), wanted))
+    assert own == scored(drafted(Lookup(table, coupling=(1.0, 2.0)), wanted))
+    assert own != scored(drafted(Lookup(table, coupling=(0.0, 1.0)), wanted))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from ddtree.engine.engine import Engine
 from ddtree.errors import CacheMemoryError
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.target import Target
-from ddtree.sampling.params import SamplingParams
+from driving import answered, finish, greedy
 from scripted import Scripted
 
 LENGTH = 24
@@ -41,27 +41,13 @@ def in_prefill(engine):
     return None if prefill is None else prefill.sequence
 
 
-def greedy(**changes):
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": LENGTH, **changes})
-
-
 def texts_of(model):
-    return [prompt + reference.decode(model, prompt, greedy(), LENGTH) for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny.model("llama")
+    return [prompt + reference.decode(model, prompt, greedy(LENGTH), LENGTH) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def texts(model):
     return texts_of(model)
-
-
-def finish(engine):
-    while not engine.idle:
-        engine.step()
 
 
 @pytest.mark.parametrize(
@@ -79,10 +65,10 @@ def test_texts_are_those_of_each_prompt_alone(family, kind):
     model = tiny.model(family)
     drafter = None if kind == "none" else tiny.drafter(kind, model)
     engine = Engine(Target(model), drafter, max_rows=3, prefill_chunk=CHUNK)
-    sequences = [engine.add(PROMPTS[0], greedy(), depth=4)]
+    sequences = [engine.add(PROMPTS[0], greedy(LENGTH), depth=4)]
     engine.step()
     engine.step()
-    sequences += [engine.add(prompt, greedy(), depth=4) for prompt in PROMPTS[1:]]
+    sequences += [engine.add(prompt, greedy(LENGTH), depth=4) for prompt in PROMPTS[1:]]
     finish(engine)
     assert [sequence.tokens for sequence in sequences] == texts_of(model)
 
@@ -90,9 +76,9 @@ def test_texts_are_those_of_each_prompt_alone(family, kind):
 def test_running_rows_wait_for_one_chunk_between_two_rounds(model, texts):
     target = Logged(model)
     engine = Engine(target, Scripted(texts, reach=1), prefill_chunk=CHUNK)
-    first = engine.add(PROMPTS[0], greedy())
+    first = engine.add(PROMPTS[0], greedy(LENGTH))
     engine.step()
-    late = [engine.add(prompt, greedy()) for prompt in PROMPTS[1:3]]
+    late = [engine.add(prompt, greedy(LENGTH)) for prompt in PROMPTS[1:3]]
     joining = []
     while not engine.idle:
         moved = engine.step()
@@ -109,7 +95,7 @@ def test_while_nothing_runs_short_prompts_join_in_one_step(model, texts):
     target = Logged(model)
     engine = Engine(target, Scripted(texts), prefill_chunk=10)
     order = [2, 0, 3, 1, 0]
-    sequences = [engine.add(PROMPTS[i], greedy()) for i in order]
+    sequences = [engine.add(PROMPTS[i], greedy(LENGTH)) for i in order]
     moved = [engine.step() for _ in range(3)]
     assert moved == [[], [], sequences[:3]] and target.log == "ppp" + "pp"
     assert in_prefill(engine) is sequences[3] and engine.running == sequences[:3]
@@ -127,9 +113,9 @@ def test_a_cancelled_joining_sequence_is_gone_at_once(model, texts, within):
             engine.cancel(late)
         return logits
 
-    first = engine.add(PROMPTS[0], greedy(processors=(cancelling,)))
+    first = engine.add(PROMPTS[0], greedy(LENGTH, processors=(cancelling,)))
     engine.step()
-    late = engine.add(PROMPTS[1], greedy())
+    late = engine.add(PROMPTS[1], greedy(LENGTH))
     engine.step()
     engine.step()
     if not within:
@@ -147,9 +133,9 @@ def test_a_cancelled_joining_sequence_is_gone_at_once(model, texts, within):
 @pytest.mark.parametrize("where", ["prefill", "take", "observe"])
 def test_memory_that_runs_out_ends_the_joining_sequence_only(model, texts, monkeypatch, where, error):
     engine = Engine(Target(model), Scripted(texts, reach=1), prefill_chunk=CHUNK)
-    first = engine.add(PROMPTS[0], greedy())
+    first = engine.add(PROMPTS[0], greedy(LENGTH))
     engine.step()
-    late = engine.add(PROMPTS[1], greedy())
+    late = engine.add(PROMPTS[1], greedy(LENGTH))
     for _ in range(4):
         engine.step()
     observe = engine.drafter.observe
@@ -173,10 +159,10 @@ def test_memory_that_runs_out_ends_the_joining_sequence_only(model, texts, monke
 
 def test_a_growth_that_fails_leaves_the_running_rows_as_they_are(model, texts, monkeypatch):
     engine = Engine(Target(model), Scripted(texts), prefill_chunk=64)
-    first = engine.add(PROMPTS[0], greedy())
+    first = engine.add(PROMPTS[0], greedy(LENGTH))
     engine.step()
     engine.step()
-    late = engine.add(PROMPTS[1], greedy())
+    late = engine.add(PROMPTS[1], greedy(LENGTH))
     zeros = torch.zeros
 
     def limited(shape, **options):
@@ -192,9 +178,9 @@ def test_a_growth_that_fails_leaves_the_running_rows_as_they_are(model, texts, m
 
 def test_targets_with_caches_of_their_own_join_as_well(model, texts):
     engine = Engine(AutoregressiveTarget(model), prefill_chunk=CHUNK, prefix_bytes=10**9)
-    first = engine.add(PROMPTS[0], greedy())
+    first = engine.add(PROMPTS[0], greedy(LENGTH))
     engine.step()
-    late = engine.add(PROMPTS[1], greedy())
+    late = engine.add(PROMPTS[1], greedy(LENGTH))
     finish(engine)
     assert [first.tokens, late.tokens] == texts[:2]
     assert engine.prefixes is None and engine.kv_bytes() == (0, 0)
@@ -218,13 +204,13 @@ def test_origins_tell_the_depth_of_every_accepted_token(model, texts):
 
 def test_bytes_in_use_are_those_of_committed_tokens(model, texts):
     engine = Engine(Target(model), Scripted(texts), prefill_chunk=CHUNK)
-    engine.add(PROMPTS[0], greedy())
+    engine.add(PROMPTS[0], greedy(LENGTH))
     assert engine.kv_bytes() == (0, 0)
     engine.step()
     # Two layers of keys and values, two heads of 8 floats.
     token = 2 * 2 * 2 * 8 * 4
     assert engine.kv_bytes() == (5 * token, 256 * token)
-    engine.add(PROMPTS[1], greedy())
+    engine.add(PROMPTS[1], greedy(LENGTH))
     engine.step()
     engine.step()
     assert engine.kv_bytes()[0] == (len(engine.running[0].tokens) - 1 + CHUNK) * token
@@ -238,11 +224,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_one_pass_over_it(model, chun
     prompt = tiny.prompt(23, seed=1)
     engine = Engine(kind(model), None, prefill_chunk=chunk, prefix_bytes=2**20)
     for _ in range(2):  # the second time its beginning is known
-        sequence = engine.add(
-            prompt, SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2), method="off"
-        )
-        while not engine.idle:
-            engine.step()
+        [sequence] = answered(engine, (prompt, greedy(3, prompt_logprobs=2)), method="off")
         with torch.inference_mode():
             expected = model(input_ids=torch.tensor([prompt])).logits[0].float().log_softmax(-1)
         assert [one.token for one in sequence.prompt_logprobs] == prompt[1:]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import transformers as hf
+from tiny_families import build
 
 import ddtree
 import tiny
@@ -69,42 +69,17 @@ def test_longrope_of_one_kind_of_layer_ends_with_its_short_factors():
         context_limit(model, 33)
 
 
-def prophetnet():
-    return hf.ProphetNetForCausalLM(
-        hf.ProphetNetConfig(
-            vocab_size=tiny.VOCAB, hidden_size=32, decoder_ffn_dim=48, num_decoder_layers=2, pad_token_id=0,
-            num_decoder_attention_heads=4, max_position_embeddings=LENGTH, is_encoder_decoder=False,
-        )
-    )  # fmt: skip
-
-
-def mpt():
-    return hf.MptForCausalLM(
-        hf.MptConfig(vocab_size=tiny.VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=LENGTH)
-    )
-
-
-def whisper():
-    return hf.WhisperForCausalLM(
-        hf.WhisperConfig(
-            vocab_size=tiny.VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
-            max_target_positions=LENGTH, pad_token_id=0, is_encoder_decoder=False,
-        )
-    )  # fmt: skip
-
-
-def roberta():
-    return hf.RobertaForCausalLM(
-        hf.RobertaConfig(
-            vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=LENGTH, is_decoder=True, pad_token_id=1,
-        )
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("make", [mpt, whisper, roberta, prophetnet])
-def test_texts_end_with_the_context_as_length(make):
-    model = make().eval()
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("mpt", "max_seq_len"),
+        ("whisper", "max_target_positions"),
+        ("roberta", "max_position_embeddings"),
+        ("prophetnet", "max_position_embeddings"),
+    ],
+)
+def test_texts_end_with_the_context_as_length(family, field):
+    model = build(family, **{field: LENGTH}).model
     with ddtree.load(model, drafter="none") as loaded:
         result = loaded.generate(tiny.prompt(LENGTH - 8), temperature=0, max_tokens=30, ignore_eos=True)
         room = loaded.target.max_context - LENGTH + 8

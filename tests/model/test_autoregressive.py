@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 import transformers as hf
+from tiny_families import build
 from torch import nn
 
 import ddtree
@@ -14,36 +15,6 @@ from ddtree.errors import UnsupportedModelError
 from ddtree.model.autoregressive import AutoregressiveTarget
 
 PROMPTS = [tiny.prompt(20), tiny.prompt(6)]
-
-
-def built(model_class, config_class, **options):
-    shape = {**tiny._SHAPE, "num_key_value_heads": None, **options}
-    torch.manual_seed(0)
-    model = model_class(config_class(**{name: v for name, v in shape.items() if v is not None})).eval()
-    with torch.no_grad():
-        for part in model.parameters():
-            if part.ndim > 1:
-                part *= max(1.0, float(0.2 / part.std()))
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def bamba():
-    return built(
-        hf.BambaForCausalLM, hf.BambaConfig, num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=8,
-        mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=16,
-    )  # fmt: skip
-
-
-def roberta():
-    return built(hf.RobertaForCausalLM, hf.RobertaConfig, is_decoder=True, pad_token_id=1)
-
-
-def cpm_ant():
-    return built(
-        hf.CpmAntForCausalLM, hf.CpmAntConfig, dim_head=8, dim_ff=48, prompt_length=4, prompt_types=3,
-        segment_types=3,
-    )  # fmt: skip
 
 
 def soften(model):
@@ -63,10 +34,6 @@ def soften(model):
     return model
 
 
-def softened():
-    return soften(built(hf.LlamaForCausalLM, hf.LlamaConfig))
-
-
 class Wrapped(nn.Module):
     """PEFT's wrapper of a model: its inputs are the model's own for as long as `generate` runs."""
 
@@ -75,7 +42,7 @@ class Wrapped(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.base_model = softened()
+        self.base_model = soften(tiny.model())
         self._prepare = vars(self.base_model).pop("prepare_inputs_for_generation")
 
     def __getattr__(self, name):
@@ -93,10 +60,10 @@ class Wrapped(nn.Module):
 
 
 MODELS = {
-    "positions in a hybrid": bamba,
-    "positions after the padding": roberta,
-    "the whole text each step": cpm_ant,
-    "soft prompts": softened,
+    "positions in a hybrid": lambda: build("bamba").model,
+    "positions after the padding": lambda: build("roberta", pad_token_id=1).model,
+    "the whole text each step": lambda: build("cpmant").model,
+    "soft prompts": lambda: soften(tiny.model()),
     "soft prompts of a wrapper": Wrapped,
 }
 
@@ -135,11 +102,11 @@ def test_custom_generate_gives_the_text_of_generate(model):
 
 
 def test_soft_prompts_take_no_named_drafter():
-    for model in (softened(), Wrapped()):
+    for model in (soften(tiny.model()), Wrapped()):
         with pytest.raises(UnsupportedModelError, match=r'soft prompts.*use drafter="none"'):
             ddtree.load(model, drafter="lookup")
     with pytest.raises(UnsupportedModelError, match="soft prompts"):
-        theirs(softened(), PROMPTS[0], custom_generate=ddtree.custom_generate, drafter="lookup")
+        theirs(soften(tiny.model()), PROMPTS[0], custom_generate=ddtree.custom_generate, drafter="lookup")
 
 
 @pytest.mark.parametrize("drafter", ["none", "auto", "lookup"])
@@ -157,10 +124,7 @@ def test_an_adapter_that_starts_within_the_text_is_refused_by_name(drafter):
 
 
 def test_soft_prompts_take_their_places_of_a_learned_table():
-    config = hf.GPT2Config(
-        vocab_size=tiny.VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
-    )
-    with ddtree.load(soften(hf.GPT2LMHeadModel(config).eval())) as loaded:
+    with ddtree.load(soften(build("gpt2", max_position_embeddings=64).model)) as loaded:
         result = loaded.generate(list(range(3, 23)), temperature=0, max_tokens=60, ignore_eos=True)
     assert result.finish_reason == "length" and len(result.token_ids) == 64 - 5 - 20
 
@@ -200,17 +164,6 @@ def test_offloaded_embeddings_are_given_ids_where_they_run(drafter):
         assert list(loaded.generate(PROMPTS[0], **options).token_ids) == expected
 
 
-def xlnet():
-    return built(hf.XLNetLMHeadModel, hf.XLNetConfig, d_head=8, d_inner=48, max_position_embeddings=None)
-
-
-def recurrent_gemma():
-    return built(
-        hf.RecurrentGemmaForCausalLM, hf.RecurrentGemmaConfig, num_key_value_heads=1, lru_width=32, head_dim=8,
-        attention_window_size=16, block_types=("recurrent", "attention"),
-    )  # fmt: skip
-
-
 class Forgetful(hf.BloomForCausalLM):
     """A Bloom whose later calls differ from its first ones."""
 
@@ -228,16 +181,18 @@ class Broken(hf.BloomForCausalLM):
         raise ZeroDivisionError("by zero")
 
 
+def own_bloom(kind):
+    """A Bloom whose class is replaced."""
+    return kind(build("bloom").model.config).eval()
+
+
 @pytest.mark.parametrize(
-    "make, message",
+    ("make", "message"),
     [
-        (xlnet, "XLNetLMHeadModel gives no cache"),
-        (recurrent_gemma, "RecurrentGemmaForCausalLM gives no cache"),
-        (functools.partial(built, Forgetful, hf.BloomConfig), "Forgetful gives other logits"),
-        (
-            functools.partial(built, Broken, hf.BloomConfig),
-            r"Broken cannot be decoded.*\(ZeroDivisionError: by zero\)",
-        ),
+        (lambda: build("xlnet").model, "XLNetLMHeadModel gives no cache"),
+        (lambda: build("recurrent_gemma").model, "RecurrentGemmaForCausalLM gives no cache"),
+        (lambda: own_bloom(Forgetful), "Forgetful gives other logits"),
+        (lambda: own_bloom(Broken), r"Broken cannot be decoded.*\(ZeroDivisionError: by zero\)"),
     ],
 )
 @pytest.mark.parametrize("drafter", ["none", "auto", "lookup"])
@@ -248,7 +203,7 @@ def test_what_cannot_be_decoded_plainly_is_refused_by_name_and_not_told_to_be(ma
 
 
 def test_a_model_is_compared_with_its_generate_once():
-    model = built(hf.MambaForCausalLM, hf.MambaConfig)
+    model = build("mamba").model
     AutoregressiveTarget(model)
     model.generate = None
     AutoregressiveTarget(model)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers as hf
+from tiny_families import build
 
 import tiny
 from ddtree.errors import ConfigError, UnsupportedModelError
@@ -131,22 +132,8 @@ def test_what_the_model_does_not_have_is_named(options, message):
         Target(tiny.model(), **options)
 
 
-def recurrent_model():
-    config = hf.Qwen3NextConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2,
-        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=16, shared_expert_intermediate_size=16, pad_token_id=0, max_position_embeddings=256,
-        layer_types=["linear_attention", "full_attention"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = hf.Qwen3NextForCausalLM(config).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
 def test_hybrid_models_are_decoded_root_by_root_and_take_no_drafts():
-    model = recurrent_model()
+    model = build("qwen3_next").model
     target = AutoregressiveTarget(model)
     assert not target.verifies_trees and Target.verifies_trees
     cache, (forward,) = start(target, [tiny.prompt(9)], 4)
@@ -164,22 +151,17 @@ def test_hybrid_models_are_decoded_root_by_root_and_take_no_drafts():
 
 def test_models_that_take_no_tree_are_refused_by_name():
     encoder = hf.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
-    bloom = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
     for model, message in (
         (hf.T5ForConditionalGeneration(encoder), "T5ForConditionalGeneration is an encoder-decoder"),
-        (hf.BloomForCausalLM(bloom), "attention interface"),
-        (recurrent_model(), r'linear_attention layers.*use drafter="none"'),
+        (build("bloom").model, "attention interface"),
+        (build("qwen3_next").model, r'linear_attention layers.*use drafter="none"'),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             Target(model)
 
 
 def test_an_untested_family_is_probed_when_loaded(monkeypatch):
-    config = hf.GraniteConfig(
-        **{k: v for k, v in tiny._SHAPE.items() if k != "initializer_range"}, initializer_range=0.3
-    )
-    torch.manual_seed(0)
-    model = hf.GraniteForCausalLM(config).eval()
+    model = build("granite").model
     Target(model)
     monkeypatch.setattr(attention.Visibility, "bias", lambda self, window, fold=1: None)
     with pytest.raises(UnsupportedModelError, match="other logits for a draft tree"):
@@ -227,11 +209,7 @@ def test_longrope_ends_where_its_factors_would_change():
 
 
 def test_layers_under_their_older_name_are_found():
-    torch.manual_seed(0)
-    config = hf.GPT2Config(
-        vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
-    )
-    model = hf.GPT2LMHeadModel(config).eval()
+    model = build("gpt2").model
     prompt = tiny.prompt(9)
     _, (forward,) = start(Target(model, feature_layers=(0,)), [prompt], 4)
     torch.testing.assert_close(forward.logits[0, 0], plain_logits(model, prompt)[-1], atol=TOLERANCE, rtol=0)
@@ -264,8 +242,7 @@ def test_the_cache_goes_in_and_comes_out_under_its_name_of_this_release():
 
 
 def test_recurrent_models_have_a_name_too():
-    torch.manual_seed(0)
-    model = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=tiny.VOCAB, hidden_size=16, num_hidden_layers=1))
+    model = build("mamba").model
     output = model(torch.tensor([tiny.prompt(4)]), use_cache=True)
     assert architectures.cache_argument(model) in architectures.CACHE_NAMES
     assert architectures.cache_of(output) is not None

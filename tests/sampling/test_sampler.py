@@ -1,14 +1,14 @@
 """Sampler: each choice equals a plain reference, depends on its arguments alone, follows the target's law."""
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers import SequenceBiasLogitsProcessor
 
+import reference
 from ddtree.errors import ConfigError, UnsupportedModelError
 from ddtree.sampling import sampler as sampling
 from ddtree.sampling.noise import Noise
@@ -61,45 +61,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def reference(params: SamplingParams, logits: Tensor, prefix: list[int]) -> int:
-    """The rule in plain loops: no state, full sort, noise for the whole vocabulary."""
-    scores = logits.float().clone()
-    if params.repetition_penalty != 1:
-        for token in set(prefix):
-            value = scores[token]
-            scores[token] = (
-                value * params.repetition_penalty if value < 0 else value / params.repetition_penalty
-            )
-    for token, count in Counter(prefix[PROMPT:]).items():
-        scores[token] -= params.presence_penalty + params.frequency_penalty * torch.tensor(float(count))
-    for token, bias in params.logit_bias.items():
-        scores[token] += bias
-    for word in params.bad_words:
-        if len(word) == 1 or tuple(prefix[-len(word) + 1 :]) == word[:-1]:
-            scores[word[-1]] = -math.inf
-    if len(prefix) - PROMPT < params.min_tokens:
-        for token in EOS | set(params.stop_token_ids):
-            scores[token] = -math.inf
-    for processor in params.processors:
-        scores = processor(prefix, scores)
-    if params.temperature < 1e-5:
+def expected(params: SamplingParams, logits: Tensor, prefix: list[int]) -> int:
+    """The choice by full sorts, without state, with noise for the whole vocabulary."""
+    scores = reference.processed(logits, prefix, PROMPT, params, EOS)
+    if params.greedy:
         return int(scores.argmax())
-    scores = scores / params.temperature
-    order = [
-        v for v in torch.sort(scores, descending=True, stable=True).indices.tolist() if scores[v] > -math.inf
-    ]
-    peak = scores[order[0]]
-    if 0 < params.top_k < len(order):
-        order = [v for v in order if scores[v] >= scores[order[params.top_k - 1]]]
-    if params.top_p < 1:
-        before = torch.softmax(scores[order].double(), 0).cumsum(0).tolist()
-        order = [v for i, v in enumerate(order) if i == 0 or before[i - 1] < params.top_p]
-    if params.min_p:
-        order = [v for v in order if scores[v] >= float(peak) + math.log(params.min_p)]
-    mask = torch.full_like(scores, -math.inf)
-    mask[order] = 0.0
     assert params.seed is not None
-    return int((scores + mask + Noise(params.seed, VOCAB).gumbel(len(prefix))).argmax())
+    return int((scores.log_softmax(-1) + Noise(params.seed, VOCAB).gumbel(len(prefix))).argmax())
 
 
 def make(seed: int | None = 1, prompt_length: int = PROMPT, vocab: int = VOCAB, **fields: Any) -> Sampler:
@@ -130,7 +98,7 @@ def test_every_choice_equals_the_plain_reference(name: str, dtype: torch.dtype) 
         for _ in range(25):
             logits = target(prefix, dtype)
             token = sampler.choose(logits, prefix)
-            assert token == reference(sampler.params, logits, prefix)
+            assert token == expected(sampler.params, logits, prefix)
             prefix.append(token)
 
 
@@ -198,32 +166,15 @@ def test_ids_beyond_the_head_are_not_counted() -> None:
     assert sampler.choose(logits, [VOCAB + 3]) == 1
 
 
-def processed(logits: Tensor, prefix: list[int], **fields: Any) -> Tensor:
-    """The logits that the last custom processor sees."""
-    seen: list[Tensor] = []
-    make(0, processors=[lambda _, scores: seen.append(scores.clone()) or scores], **fields).choose(
-        logits, prefix
-    )
-    return seen[0]
-
-
-def test_repetition_penalty_equals_transformers() -> None:
-    for seed in range(20):
-        prefix = torch.randint(0, VOCAB, (60,), generator=torch.Generator().manual_seed(seed)).tolist()
-        logits = target(prefix)
-        scores = processed(logits, prefix, repetition_penalty=1.7)
-        want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prefix]), logits[None].clone())[0]
-        assert torch.equal(scores, want)
-
-
 def test_bad_words_equal_transformers_sequence_bias() -> None:
     words = ((5,), (1, 2), (9, 8, 7), (2, 2))
     warper = SequenceBiasLogitsProcessor({word: -math.inf for word in words})
     warper.prepared_bias_variables = False
     for prefix in ([1, 5, 9, 8], [3, 1], [2, 2], [2], [8, 9], [3, 8], [9, 8, 9, 8]):
-        logits = torch.zeros(12)
-        scores = processed(logits, prefix, vocab=12, prompt_length=1, bad_words=words)
-        assert torch.equal(scores, warper(torch.tensor([prefix]), logits[None].clone())[0])
+        seen: list[Tensor] = []
+        spy = [lambda _, scores, seen=seen: seen.append(scores.clone()) or scores]
+        make(0, vocab=12, prompt_length=1, bad_words=words, processors=spy).choose(torch.zeros(12), prefix)
+        assert torch.equal(seen[0], warper(torch.tensor([prefix]), torch.zeros(1, 12))[0])
 
 
 def test_ignore_eos_makes_it_an_ordinary_token() -> None:

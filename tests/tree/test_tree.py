@@ -2,16 +2,18 @@
 
 import heapq
 import itertools
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from ddtree.drafters import DraftRow
 from ddtree.errors import ConfigError
 from ddtree.tree import DraftTree, ancestor_mask, best_first, build, following, grow, merge, prune, walk
 from ddtree.tree.build import costs_of
+from wellformed import check
+from wellformed import paths as paths_of
 
 Node = tuple[int, int, int]  # token, parent, depth
 
@@ -68,22 +70,11 @@ def nodes_of(tree: DraftTree, row: int = 0) -> list[Node]:
     return list(zip(*(column[row, : tree.sizes[row]].tolist() for column in columns), strict=True))
 
 
-def paths_of(tree: DraftTree, row: int = 0) -> list[tuple[int, ...]]:
-    """Each node's tokens from below the root down."""
-    paths: list[tuple[int, ...]] = []
-    for index, (token, parent, depth) in enumerate(nodes_of(tree, row)):
-        paths.append((*paths[parent], token) if index else ())
-        assert len(paths[-1]) == depth
-    return paths
-
-
-def check_closed(tree: DraftTree) -> None:
+def check_closed(tree: DraftTree, in_order: bool = True) -> None:
+    """Parents before children, scores that descend, no sibling twice, and nothing in the padding."""
+    rows = [DraftRow([int(tree.tokens[row, 0])], size - 1, 16) for row, size in enumerate(tree.sizes)]
+    check(tree, rows, in_order)
     for row, size in enumerate(tree.sizes):
-        nodes, scores = nodes_of(tree, row), tree.logprobs[row].tolist()
-        assert nodes[0][1:] == (0, 0) and scores[0] == 0
-        for index, (_, parent, depth) in list(enumerate(nodes))[1:]:
-            assert parent < index and depth == nodes[parent][2] + 1 and scores[index] <= scores[parent]
-        assert max(Counter((parent, token) for token, parent, _ in nodes[1:]).values(), default=1) == 1
         assert not tree.tokens[row, size:].any() and not tree.parents[row, size:].any()
         assert (tree.logprobs[row, size:] == float("-inf")).all()
 
@@ -278,7 +269,7 @@ def test_prune_keeps_the_best_by_score_and_depth(beta: float) -> None:
     budgets, depths = [0, 10, 40, 80, 200], [16, 16, 3, 0, 6]
     for limits in (None, depths):
         pruned = prune(tree, budgets, beta, limits)
-        check_closed(pruned)
+        check_closed(pruned, in_order=not beta)
         for row, budget in enumerate(budgets):
             scores = tree.logprobs[row].tolist()
             limit = limits[row] if limits else 16
