@@ -19,6 +19,12 @@ def texts(model):
     return [prompt + reference.decode(model, prompt, greedy(), LENGTH) for prompt in PROMPTS]
 
 
+@pytest.fixture
+def engine(model, texts):
+    """An engine whose drafter knows the texts."""
+    return Engine(Target(model), Scripted(texts))
+
+
 def decode(model, drafter, params, **options):
     """The sequence of the first prompt."""
     return answered(Engine(Target(model), drafter), (PROMPTS[0], params), **options)[0]
@@ -53,8 +59,7 @@ def test_a_cancelled_sequence_frees_its_row_and_spares_the_others(model, texts):
     assert [s.tokens for s in sequences[1:]] == texts[1:]
 
 
-def test_two_ragged_batches_in_turn_are_two_fresh_runs(model, texts):
-    engine = Engine(Target(model), Scripted(texts))
+def test_two_ragged_batches_in_turn_are_two_fresh_runs(engine, texts):
     for _ in range(2):
         sequences = [engine.add(p, greedy(), budget=b) for p, b in zip(PROMPTS, (3, 64, 8), strict=True)]
         finish(engine)
@@ -72,8 +77,7 @@ def test_a_context_nearly_full_shrinks_the_block_then_ends_with_length(texts, re
     assert sequence.tokens == texts[0][:30]
 
 
-def test_drafting_switched_off_half_way_changes_no_token(model, texts):
-    engine = Engine(Target(model), Scripted(texts))
+def test_drafting_switched_off_half_way_changes_no_token(engine, texts):
     sequence = engine.add(PROMPTS[0], greedy())
     engine.step()
     engine.step()
@@ -93,13 +97,12 @@ def test_logprobs_are_the_targets_with_and_without_drafts(model, texts):
         assert [i for i, _ in a.top] == [i for i, _ in b.top]
 
 
-def test_a_failing_processor_ends_its_own_sequence_only(model, texts):
+def test_a_failing_processor_ends_its_own_sequence_only(engine, texts):
     def fail(prefix, logits):
         if len(prefix) > len(PROMPTS[0]) + 3:
             raise RuntimeError("mine")
         return logits
 
-    engine = Engine(Target(model), Scripted(texts))
     broken = engine.add(PROMPTS[0], greedy(processors=(fail,)))
     sound = engine.add(PROMPTS[1], greedy())
     finish(engine)
@@ -144,18 +147,7 @@ def test_a_row_that_ends_before_its_neighbour_has_drafted_spares_both(model, tex
     assert short.tokens == texts[1][: len(PROMPTS[1]) + 1]
 
 
-def test_rows_of_different_budgets_and_depths_share_a_draft_model(model, texts):
-    engine = Engine(Target(model), tiny.drafter("draft", model))
-    sequences = [
-        engine.add(PROMPTS[0], greedy(), budget=1),
-        engine.add(PROMPTS[1], greedy(), budget=16, depth=1),
-    ]
-    finish(engine)
-    assert [sequence.tokens for sequence in sequences] == texts[:2]
-
-
-def test_a_cancel_from_within_a_round_frees_the_row_at_its_end(model, texts):
-    engine = Engine(Target(model), Scripted(texts))
+def test_a_cancel_from_within_a_round_frees_the_row_at_its_end(engine, texts):
     other = engine.add(PROMPTS[1], greedy())
 
     def cancelling(prefix, logits):
@@ -242,8 +234,7 @@ def test_a_sequence_that_its_processor_cancels_keeps_the_tokens_chosen_before(mo
         assert (one.finish_reason, one.output) == ("cancelled", texts[0][-LENGTH:][:5])
 
 
-def test_each_part_of_an_answer_is_taken_once(model, texts):
-    engine = Engine(Target(model), Scripted(texts))
+def test_each_part_of_an_answer_is_taken_once(engine):
     one = engine.add(PROMPTS[0], greedy(logprobs=0))
     taken = []
     while one.finish_reason is None:

@@ -9,6 +9,7 @@ from ddtree.engine.prefix_cache import PrefixCache
 from ddtree.model.target import Target
 from ddtree.sampling.params import SamplingParams
 from ddtree.sampling.processors import common_length
+from driving import finish
 
 # Of a token below: two layers of keys and values of one head of 3 floats, and 2 features.
 TOKEN = (2 * 2 * 3 + 2) * 4
@@ -121,8 +122,7 @@ def decode(engine, prompt, **changes):
     sequence = engine.add(prompt, SamplingParams(**{"seed": 3, "max_tokens": 20, "logprobs": 2, **changes}))
     trees = []
     engine.listener = lambda one: trees.append(one.tree.tokens.tolist())
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     return sequence, trees
 
 
@@ -164,8 +164,7 @@ def test_of_a_known_prompt_only_the_last_token_is_processed_again():
     model, prompt = tiny.model(), tiny.prompt(30)
     engine = Engine(Target(model), tiny.drafter("tree", model), prefill_chunk=8, prefix_bytes=10**8)
     sequences = [engine.add(prompt, SamplingParams(seed=3, max_tokens=12)) for _ in range(3)]
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert [s.stats.cached_tokens for s in sequences] == [0, 29, 29]
     assert sequences[0].tokens == sequences[1].tokens == sequences[2].tokens
 

@@ -2,14 +2,13 @@
 
 import pytest
 
-import reference
 import tiny
 from ddtree.drafters import kv_footprints_of
 from ddtree.engine.engine import Engine
 from ddtree.errors import ConfigError, PromptError
 from ddtree.model.autoregressive import AutoregressiveTarget
 from ddtree.model.target import Target
-from ddtree.sampling.params import SamplingParams
+from driving import answered, greedy
 
 # Two layers of keys and values, two heads of 8 floats.
 TOKEN = 2 * 2 * 2 * 8 * 4
@@ -17,10 +16,6 @@ TOKEN = 2 * 2 * 2 * 8 * 4
 FEATURES = 2 * 32 * 4
 # Buffers of two rows of 512 tokens, the target's and DFlash's, features that wait, and a prompt beside them.
 LIMIT = 2 * 512 * 2 * TOKEN + 4 * 128 * FEATURES + 60 * (TOKEN + FEATURES)
-
-
-def params(max_tokens):
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
 
 def size(tensors):
@@ -44,32 +39,26 @@ def backbones(drafter):
     return own + [inner for part in getattr(drafter, "drafters", ()) for inner in backbones(part)]
 
 
-def finish(engine, limit=LIMIT):
+def engine_of(model, **options):
+    return Engine(Target(model), tiny.drafter("tree", model), cache_bytes=LIMIT, prefill_chunk=16, **options)
+
+
+def decode(engine, asked, limit=LIMIT, **options):
+    """Decode within the bound what each gives alone without one; return how many ran at once at most."""
+    sequences = [engine.add(prompt, params, **options) for prompt, params in asked]
     most = 0
     while not engine.idle:
         engine.step()
         most = max(most, len(engine.running))
         assert kept(engine) <= limit
         assert engine.kv_bytes()[0] <= engine.kv_bytes()[1] == limit
+    alone = answered(Engine(Target(engine.target.model)), *asked)
+    assert [sequence.tokens for sequence in sequences] == [sequence.tokens for sequence in alone]
     return most
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny.model()
-
-
-def engine_of(model, **options):
-    return Engine(Target(model), tiny.drafter("tree", model), cache_bytes=LIMIT, prefill_chunk=16, **options)
-
-
-def texts(model, asked):
-    """Each alone, without a bound."""
-    engine = Engine(Target(model))
-    sequences = [engine.add(prompt, params(length)) for prompt, length in asked]
-    while not engine.idle:
-        engine.step()
-    return [sequence.tokens for sequence in sequences]
+def ask(length, answer, seed=0):
+    return tiny.prompt(length, seed), greedy(answer)
 
 
 def test_what_can_never_fit_is_refused_with_its_size(model):
@@ -77,46 +66,31 @@ def test_what_can_never_fit_is_refused_with_its_size(model):
     with pytest.raises(
         PromptError, match=r"a prompt of 20 tokens with an answer of up to 200 needs 0\.1 MiB .* cache_bytes"
     ):
-        tight.add(tiny.prompt(20), params(200))
-    tight.add(tiny.prompt(20), params(150))
+        tight.add(*ask(20, 200))
+    tight.add(*ask(20, 150))
     # An answer that the context cuts short takes no more than the context.
-    engine_of(model).add(tiny.prompt(20), params(10**9))
+    engine_of(model).add(tiny.prompt(20), greedy(10**9))
     with pytest.raises(ConfigError, match="is too little for any text: give at least"):
         Engine(Target(model), cache_bytes=100 * TOKEN)
 
 
 def test_what_does_not_fit_now_waits_for_its_turn(model):
-    engine = engine_of(model)
-    asked = [
-        (tiny.prompt(9), 30),
-        (tiny.prompt(40, 1), 200),
-        (tiny.prompt(12, 2), 20),
-        (tiny.prompt(5, 3), 20),
-    ]
-    sequences = [engine.add(prompt, params(length)) for prompt, length in asked]
-    engine.step()
-    engine.step()
-    assert finish(engine) == 2
-    assert [s.tokens for s in sequences] == texts(model, asked)
+    assert decode(engine_of(model), [ask(9, 30), ask(40, 200, 1), ask(12, 20, 2), ask(5, 20, 3)]) == 2
 
 
 def test_many_short_ones_run_together_after_a_long_one_has_left_its_buffers(model):
     engine = engine_of(model)
-    long = engine.add(tiny.prompt(50), params(300))
-    finish(engine)
-    assert engine._cache.capacity == 512 and long.output_length == 300
-    asked = [(tiny.prompt(5, seed), 20) for seed in range(8)]
-    sequences = [engine.add(prompt, params(length)) for prompt, length in asked]
-    assert finish(engine) == 4
-    assert [s.tokens for s in sequences] == texts(model, asked)
+    decode(engine, [ask(50, 300)])
+    assert engine._cache.capacity == 512
+    assert decode(engine, [ask(5, 20, seed) for seed in range(8)]) == 4
 
 
 def test_the_order_of_arrival_is_kept(model):
     engine = engine_of(model)
-    first = engine.add(tiny.prompt(9), params(60))
+    first = engine.add(tiny.prompt(9), greedy(60))
     engine.step()
-    others = [engine.add(tiny.prompt(30, seed), params(300)) for seed in range(2)]
-    small = engine.add(tiny.prompt(4), params(5))
+    others = [engine.add(tiny.prompt(30, seed), greedy(300)) for seed in range(2)]
+    small = engine.add(tiny.prompt(4), greedy(5))
     order = []
     while not engine.idle:
         order += [s for s in engine.step() if s.output_length and s not in order]
@@ -125,13 +99,9 @@ def test_the_order_of_arrival_is_kept(model):
 
 
 def test_a_wide_tree_does_not_break_the_bound(model):
-    engine = engine_of(model)
-    asked = [(tiny.prompt(30, seed), 160) for seed in range(4)]
-    sequences = [engine.add(prompt, params(length), budget=1024) for prompt, length in asked]
-    sizes = []
+    engine, sizes = engine_of(model), []
     engine.listener = lambda one: sizes.append(max(one.tree.sizes))
-    finish(engine)
-    assert [s.tokens for s in sequences] == texts(model, asked)
+    decode(engine, [ask(30, 160, seed) for seed in range(4)], budget=1024)
     assert max(sizes) > 100
 
 
@@ -142,23 +112,19 @@ def test_a_target_with_caches_of_its_own_cannot_be_bounded(model):
 
 def test_a_prompt_that_fits_without_a_drafter_only_is_refused_with_one(model):
     limit = 512 * TOKEN + 100 * (TOKEN + FEATURES)
-    Engine(Target(model), tiny.drafter("lookup", model), cache_bytes=limit).add(tiny.prompt(20), params(200))
-    with pytest.raises(
-        PromptError, match=r"of keys and values with the drafter's, and cache_bytes allows 0\.2"
-    ):
-        Engine(Target(model), tiny.drafter("tree", model), cache_bytes=limit).add(
-            tiny.prompt(20), params(200)
-        )
+    free, own = (
+        Engine(Target(model), tiny.drafter(kind, model), cache_bytes=limit) for kind in ("lookup", "tree")
+    )
+    free.add(*ask(20, 200))
+    with pytest.raises(PromptError, match=r"keys and values with the drafter's, and cache_bytes allows 0\.2"):
+        own.add(*ask(20, 200))
 
 
 @pytest.mark.parametrize(("kind", "together"), [("lookup", 2), ("tree", 1), ("draft", 1)])
 def test_a_drafter_that_keeps_rows_of_its_own_leaves_room_for_fewer(model, kind, together):
     limit = 2 * 512 * TOKEN + 512 * FEATURES
     engine = Engine(Target(model), tiny.drafter(kind, model), cache_bytes=limit)
-    asked = [(tiny.prompt(40, seed), 200) for seed in range(2)]
-    sequences = [engine.add(prompt, params(length)) for prompt, length in asked]
-    assert finish(engine, limit) == together
-    assert [s.tokens for s in sequences] == texts(model, asked)
+    assert decode(engine, [ask(40, 200, seed) for seed in range(2)], limit) == together
 
 
 @pytest.mark.parametrize("kind", ["tree", "treeflash", "domino", "d2sd", "continuity", "draft", "merged"])
@@ -166,7 +132,7 @@ def test_what_is_counted_is_what_the_drafter_allocates(model, kind):
     drafter = tiny.drafter(kind, model)
     engine = Engine(Target(model), drafter)
     for seed in range(3):
-        engine.add(tiny.prompt(30, seed), params(40), budget=8)
+        engine.add(tiny.prompt(30, seed), greedy(40), budget=8)
     engine.step()
     for _ in range(3):
         engine.step()
@@ -181,7 +147,7 @@ def test_what_is_counted_is_what_the_drafter_allocates(model, kind):
 def test_the_features_that_wait_for_a_block_are_counted(model):
     drafter = tiny.drafter("tree", model)
     engine = Engine(Target(model), drafter)
-    engine.add(tiny.prompt(30), params(300), method="off")
+    engine.add(tiny.prompt(30), greedy(300), method="off")
     (footprint,), most = kv_footprints_of(drafter), 0
     while not engine.idle:
         engine.step()
@@ -193,18 +159,7 @@ def test_the_features_that_wait_for_a_block_are_counted(model):
 @pytest.mark.parametrize("prefix_bytes", [0, 2**20])
 def test_the_bound_holds_whatever_the_drafter_keeps(model, kind, prefix_bytes):
     limit = 3 * 2**20
-    engine = Engine(
-        Target(model),
-        tiny.drafter(kind, model),
-        cache_bytes=limit,
-        prefix_bytes=prefix_bytes,
-        prefill_chunk=64,
-    )
-    asked = [
-        (tiny.prompt(length, length), answer) for length, answer in [(8, 12), (9, 8), (300, 20), (5, 90)]
-    ]
-    asked += [(tiny.prompt(length, length), 10) for length in (6, 7, 10, 150)]
-    sequences = [engine.add(prompt, params(answer), budget=12) for prompt, answer in asked]
-    assert finish(engine, limit) > 1
-    for sequence, (prompt, answer) in zip(sequences, asked, strict=True):
-        assert sequence.output == reference.decode(model, prompt, params(answer), answer)
+    options = {"cache_bytes": limit, "prefix_bytes": prefix_bytes, "prefill_chunk": 64}
+    engine = Engine(Target(model), tiny.drafter(kind, model), **options)
+    lengths = [(8, 12), (9, 8), (300, 20), (5, 90), (6, 10), (7, 10), (10, 10), (150, 10)]
+    assert decode(engine, [ask(length, answer, length) for length, answer in lengths], limit, budget=12) > 1

@@ -130,7 +130,7 @@ def test_rounds_are_looked_back_at(page):
     playwright.expect(page.locator("#chat-note")).to_have_text("Answer complete.")
     rounds = page.locator("#rounds .round")
     playwright.expect(rounds.nth(1)).to_be_attached()
-    rounds.first.locator(".hit").click()
+    rounds.first.click()
     playwright.expect(page.locator("#hold")).to_have_attribute("aria-pressed", "true")
     playwright.expect(rounds.first).to_have_class("round shown")
     playwright.expect(page.locator("#earlier")).to_be_disabled()
