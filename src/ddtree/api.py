@@ -51,6 +51,7 @@ def load(
     prefill_chunk: int = 512,
     cache_bytes: int | None = None,
     prefix_bytes: int = 0,
+    pack_weights: bool = True,
 ) -> Model:
     """Load a target and its drafter.
 
@@ -68,6 +69,8 @@ def load(
         cache_bytes: memory that keys and values of what runs may take, the target's and the drafters', with the
             features that wait for them; as much as there is by default.
         prefix_bytes: memory for what texts leave to later prompts that begin alike, such as a chat's next turn.
+        pack_weights: on CPUs, in 16 bits, keep copies of the weights in the layout of the matrix kernels, which takes
+            about as much memory again. The model given must not be trained meanwhile.
 
     Raises:
         CheckpointError: target or drafter is missing or damaged, or they do not fit together.
@@ -85,7 +88,9 @@ def load(
     else:
         model, own = load_causal_lm(target, device, dtype)
         tokenizer = tokenizer or own
-    verifier: Any = choose_target(model, drafter not in ("auto", "none", None), tokenizer, max_context)
+    verifier: Any = choose_target(
+        model, drafter not in ("auto", "none", None), tokenizer, max_context, pack=pack_weights
+    )
     if not verifier.verifies_trees:
         drafter = None
     if drafter == "auto":

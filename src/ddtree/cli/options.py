@@ -31,6 +31,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Fal
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the checkpoint's own")
     group.add_argument("--max-context", type=int, metavar="N", help="most tokens of prompt and answer")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    group.add_argument("--no-pack-weights", dest="pack_weights", action="store_false",
+                       help="keep no packed copies of 16-bit weights on a CPU: less memory, slower")  # fmt: skip
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +94,7 @@ def load_model(args: argparse.Namespace, **more: Any) -> Model:
         torch.set_num_threads(args.threads)
     drafters = args.drafter or ["auto"]
     drafter = drafters[0] if len(drafters) == 1 else drafters
-    chosen = {name: getattr(args, name) for name in ("device", "dtype", "max_context")}
+    chosen = {name: getattr(args, name) for name in ("device", "dtype", "max_context", "pack_weights")}
     return load(args.target, drafter, **chosen, **more)
 
 

@@ -193,7 +193,7 @@ class _Loader:
         if not name:
             raise ConfigError("drafter='draft:' names no model: write draft:FOLDER or draft:HUB_ID")
         model, tokenizer = load_causal_lm(name, self._target.device, self._target.dtype)
-        return DraftModel(Target(model, tokenizer), self._target)
+        return DraftModel(Target(model, tokenizer, pack=self._target.packs), self._target)
 
     def _two_passes(self, folder: str) -> Drafter:
         from ddtree.drafters.dflash.checkpoint import backbone_of

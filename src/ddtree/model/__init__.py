@@ -40,6 +40,7 @@ class TargetWeights(Protocol):
         eos_ids: token ids that end a text.
         embed: the input embedding, weight [V, H].
         head: the language-model head, weight [V, H].
+        packs: it runs on packed copies of its weights, as what drafts for it then does.
     """
 
     config: Any
@@ -53,6 +54,7 @@ class TargetWeights(Protocol):
     eos_ids: frozenset[int]
     embed: nn.Module
     head: nn.Module
+    packs: bool
 
 
 class TargetModel(TargetWeights, Protocol):

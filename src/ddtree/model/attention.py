@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -84,6 +85,7 @@ class Visibility:
         dtype: dtype of the additive bias (the model's).
         causal: the queries are all the keys there are, in order (a prompt's first chunk), so that kernels with
             a causal mode of their own need no bias at all.
+        seen_by_all: so many first key columns are visible to every query, but for sliding windows.
     """
 
     def __init__(
@@ -93,12 +95,15 @@ class Visibility:
         key_positions: Tensor,
         dtype: torch.dtype,
         causal: bool = False,
+        seen_by_all: int = 0,
     ) -> None:
         self._visible = visible
         self._query_positions = query_positions
         self._key_positions = key_positions
         self._dtype = dtype
         self._causal = causal
+        # Our own kernel adds the bias in each layer, where its columns cost; PyTorch's wants all of them.
+        self._first = seen_by_all if needs_steadying(query_positions.device, dtype) else 0
         self._biases: dict[tuple[int | None, int], Tensor | None] = {}
 
     def is_causal(self, window: int | None) -> bool:
@@ -106,7 +111,9 @@ class Visibility:
         return self._causal and (window is None or window >= self._key_positions.shape[1])
 
     def bias(self, window: int | None, fold: int = 1) -> Tensor | None:
-        """Return the additive bias [R, 1, fold * n, L]: 0 where visible, -inf elsewhere; None when nothing is hidden.
+        """Return the additive bias [R, 1, fold * n, l]: 0 where visible, -inf elsewhere; None when nothing is hidden.
+
+        It is that of the last l <= L key columns; all queries see those before.
 
         Args:
             window: keys within this many positions are visible (4096, for example); None for all.
@@ -124,6 +131,8 @@ class Visibility:
         if window is not None and window < self._key_positions.shape[1]:
             near = self._query_positions[:, :, None] - self._key_positions[:, None, :] < window
             visible = near if visible is None else visible & near
+        elif visible is not None:
+            visible = visible[:, :, self._first :]
         if visible is None:
             return None
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
@@ -164,20 +173,33 @@ def attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} makes an attention mask of its own, which a draft tree's cannot replace"
         )
-    sliding_window = _windows.get(module, sliding_window)
-    groups = query.shape[1] // key.shape[1]
+    window = window_of(module, sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scored, causal = softcap is not None or s_aux is not None, visibility.is_causal(sliding_window)
-    if scored or causal:
+    if softcap is None and s_aux is None:
+        return attend(query, key, value, visibility, window, scale), None
+    groups = query.shape[1] // key.shape[1]
+    key, value, bias = _repeat(key, groups), _repeat(value, groups), visibility.bias(window)
+    out = _scored(query, key, value, _widened(bias, key.shape[2]), scale, softcap, s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def window_of(module: nn.Module, own: int | None = None) -> int | None:
+    """Return the window of an attention module: that of its model's mask, or its own where none was recorded."""
+    return _windows.get(module, own)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, seen: Visibility, window: int | None, scale: float
+) -> Tensor:
+    """Attention of queries [R, Hq, n, D] over keys [R, Hkv, L, D] by their visibility; returns [R, n, Hq, Dv]."""
+    if seen.is_causal(window):
+        groups = query.shape[1] // key.shape[1]
         key, value = _repeat(key, groups), _repeat(value, groups)
-    if scored:
-        out = _scored(query, key, value, visibility.bias(sliding_window), scale, softcap, s_aux)
-    elif causal:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     else:
         kernel = _steady if needs_steadying(query.device, query.dtype) else fused
-        out = grouped(query, key, value, lambda fold: visibility.bias(sliding_window, fold), scale, kernel)
-    return out.transpose(1, 2).contiguous(), None
+        out = grouped(query, key, value, lambda fold: seen.bias(window, fold), scale, kernel)
+    return out.transpose(1, 2).contiguous()
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
@@ -185,7 +207,15 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 def fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Return PyTorch's own attention of queries [R, H, n, D] over keys [R, H, L, D]."""
+    bias = _widened(bias, key.shape[2])
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+
+
+def _widened(bias: Tensor | None, keys: int) -> Tensor | None:
+    """Return a bias of the last key columns as one of all `keys` columns."""
+    if bias is None or bias.shape[-1] == keys:
+        return bias
+    return functional.pad(bias, (keys - bias.shape[-1], 0))
 
 
 def grouped(
@@ -203,7 +233,8 @@ def grouped(
 
     Args:
         query, key, value: of one layer.
-        bias: gives the additive bias [R, 1, fold * n, L] for queries repeated `fold` times; None where all is visible.
+        bias: gives the additive bias [R, 1, fold * n, l] of the last l <= L keys, for queries repeated `fold` times;
+            None where all is visible.
         scale: factor of the scores.
         kernel: computes the attention of the folded heads.
     """
@@ -233,14 +264,22 @@ def _steady(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
     hidden keys add exact zeros; the weights' total is one more column of the values, so that it is summed in the same
     order.
     """
-    scores = query.float() @ key.float().transpose(2, 3) * scale
+    rows, heads, keys, size = value.shape
+    # One batch of all heads: `bmm` is what `@` calls, after as much work again for a few queries.
+    scores = torch.bmm(
+        query.float().mul_(scale).flatten(0, 1)
+        if query.dtype != torch.float32
+        else (query * scale).flatten(0, 1),
+        key.float().flatten(0, 1).transpose(1, 2),
+    )
     if bias is not None:
-        scores += bias
+        scores.view(rows, heads, -1, keys)[..., -bias.shape[-1] :] += bias
     weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
-    columns = torch.ones((*value.shape[:3], value.shape[3] + 1), dtype=torch.float32, device=value.device)
-    columns[..., :-1] = value
-    sums = weights @ columns
-    return (sums[..., :-1] / sums[..., -1:]).to(value.dtype)
+    columns = torch.empty((rows * heads, keys, size + 1), dtype=torch.float32, device=value.device)
+    columns[:, :, :-1] = value.flatten(0, 1)
+    columns[:, :, -1:] = 1.0
+    sums = torch.bmm(weights, columns)
+    return (sums[..., :-1] / sums[..., -1:]).to(value.dtype).unflatten(0, (rows, heads))
 
 
 def _scored(

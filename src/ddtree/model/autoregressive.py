@@ -264,14 +264,20 @@ class AutoregressiveTarget(HuggingFaceTarget, TargetModel):
 
 
 def choose_target(
-    model: Any, drafts: bool, tokenizer: Any = None, max_context: int | None = None, remember: bool = False
+    model: Any,
+    drafts: bool,
+    tokenizer: Any = None,
+    max_context: int | None = None,
+    *,
+    pack: bool = False,
+    remember: bool = False,
 ) -> Target | AutoregressiveTarget:
     """Return a target that verifies trees, or where there can be none the one that decodes plainly.
 
     Args:
         model, tokenizer, max_context: as for either.
-        remember: as for `Target`.
         drafts: a drafter was named, so that plain decoding would not do.
+        pack, remember: as for `Target`.
 
     Raises:
         UnsupportedModelError: no tree can be verified on the model although one shall, or it cannot be decoded at all.
@@ -285,7 +291,7 @@ def choose_target(
             "finds: use that"
         )
     try:
-        return Target(model, tokenizer, max_context=max_context, remember=remember)
+        return Target(model, tokenizer, max_context=max_context, pack=pack, remember=remember)
     except UnsupportedModelError:
         # The error advises plain decoding, which is thereby known to work.
         plain = AutoregressiveTarget(model, tokenizer, max_context)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,8 +28,10 @@ from ddtree.model.architectures import (
     why_no_tree,
 )
 from ddtree.model.attention import Visibility, chain_mask, key_positions, uncommitted_columns, visible_keys
+from ddtree.model.cpu_decoder import CpuDecoder
 from ddtree.model.cuda_graphs import CudaGraphs
 from ddtree.model.kv_cache import KVCache
+from ddtree.model.packed_weights import PackedWeights, fits, products_of
 from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask
 
 _log = logging.getLogger(__name__)
@@ -58,8 +61,20 @@ class HuggingFaceTarget(TargetWeights):
         self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
         self.device: torch.device = input_device(model)
         self.dtype: torch.dtype = model.dtype
+        self.packs = False
         self.max_context = context_limit(model, max_context)
         self.eos_ids = eos_ids(model, tokenizer)
+
+
+class _Capture:
+    """A hook that keeps the output of a decoder layer."""
+
+    def __init__(self, captured: dict[int, Tensor], layer: int) -> None:
+        self._captured = captured
+        self._layer = layer
+
+    def __call__(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._captured[self._layer] = output if isinstance(output, Tensor) else output[0]
 
 
 class Target(HuggingFaceTarget, TargetModel):
@@ -71,6 +86,7 @@ class Target(HuggingFaceTarget, TargetModel):
         feature_layers: decoder layers (0-based) whose *outputs* `Forward.features` shall hold, in this order.
         max_context: most tokens of a sequence; the model's own limit by default.
         graphs: verify in recorded passes (CUDA graphs) where the device has them.
+        pack: run on packed copies of the weights, kept beside them, in 16 bits on CPUs (see `packed_weights`).
         remember: do not try a model again that an earlier target has tried with these very modules, for callers that
             make a target for each text.
 
@@ -91,6 +107,7 @@ class Target(HuggingFaceTarget, TargetModel):
         feature_layers: tuple[int, ...] = (),
         max_context: int | None = None,
         graphs: bool = True,
+        pack: bool = False,
         remember: bool = False,
     ) -> None:
         reason = why_no_tree(model)
@@ -110,17 +127,24 @@ class Target(HuggingFaceTarget, TargetModel):
         self._graphs = CudaGraphs(self.run, self.dtype) if graphs and self.device.type == "cuda" else None
         self.feature_layers: tuple[int, ...] = ()
         self.noise = 0.0
+        self._packed: PackedWeights | None = None
+        self._decoder: CpuDecoder | None = None
+        # PEFT merges adapters into weights and out again.
+        self.packs = pack and self.device.type == "cpu" and not hasattr(model, "peft_config")
         self.use_features(feature_layers)
         modules = [(id(part), id(vars(part).get("forward"))) for part in model.modules()]
         state = (self.dtype, self.device, modules)
         known = _tried.get(model)
         if remember and known is not None and known[0] == state:
             _, self._windowed, self.noise = known
+            self._pack()
             return
         try:
             self._find_windows()
             self._probe()
             _tried[model] = state, self._windowed, self.noise
+            # After the comparison with the model's own forward, which is that of its weights as they are.
+            self._pack()
         except BaseException as error:
             self.close()
             if isinstance(error, DDTreeError) or not isinstance(error, Exception):
@@ -144,7 +168,10 @@ class Target(HuggingFaceTarget, TargetModel):
         for hook in self._hooks:
             hook.remove()
         self.feature_layers = tuple(layers)
-        self._hooks = [self._layers[i].register_forward_hook(self._capture(i)) for i in sorted(set(layers))]
+        self._hooks = [
+            self._layers[layer].register_forward_hook(_Capture(self._captured, layer))
+            for layer in set(layers)
+        ]
         if self._graphs is not None:
             self._graphs.clear()
 
@@ -251,14 +278,32 @@ class Target(HuggingFaceTarget, TargetModel):
             self._cache_name: cache,
             attention.KWARG: seen,
         }
+        if self._packed is not None and not self._packed.current:
+            self._pack()
+        if self._decoder is not None and not self._decoder.hooked(_Capture):
+            return self._decoder(cache, tokens, positions, seen, keep, self.feature_layers)
         features = None
-        with attention.using(self._configs):
+        with attention.using(self._configs), self._packed or nullcontext():
             logits = self.model(**arguments).logits
             # Gathered before another thread may run the model, and its hooks, again.
             if self.feature_layers:
                 features = torch.cat([self._captured[layer] for layer in self.feature_layers], dim=-1)
                 self._captured.clear()
         return logits, features
+
+    def _pack(self) -> None:
+        """Pack the weights; and run without the model's own code where that makes no difference but in time."""
+        self._decoder = self._packed = None
+        if not self.packs or not fits(self.model):
+            return
+        with suppress(ValueError):
+            decoder = CpuDecoder(self.model, self._layers)
+            self._packed = decoder.packed
+            theirs = self._probe_layers()
+            self._decoder = decoder
+            if all(map(torch.equal, theirs, self._probe_layers())):
+                return
+        self._decoder, self._packed = None, PackedWeights(products_of(self.model))
 
     def _visibility(
         self, lengths: list[int], pending: int, keys: int, positions: Tensor, visible: Tensor | None
@@ -275,16 +320,10 @@ class Target(HuggingFaceTarget, TargetModel):
         seen = visible_keys(
             columns, chain_mask(n, self.device, pending) if visible is None else visible, keys
         )
-        if not self._windowed:
-            return Visibility(seen, positions, every, self.dtype)
-        # Pending tokens count at their columns, which is right but for windows shorter than a draft is deep.
-        return Visibility(seen, positions, key_positions(columns[:, pending:], positions, keys), self.dtype)
-
-    def _capture(self, layer: int) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._captured[layer] = output if isinstance(output, Tensor) else output[0]
-
-        return hook
+        if self._windowed:
+            # Pending tokens count at their columns, which is right but for windows shorter than a draft is deep.
+            every = key_positions(columns[:, pending:], positions, keys)
+        return Visibility(seen, positions, every, self.dtype, seen_by_all=min(lengths))
 
     def _find_windows(self) -> None:
         """Find out which window each layer's mask has, and that all layers take their mask from us."""
@@ -345,6 +384,20 @@ class Target(HuggingFaceTarget, TargetModel):
         logits = self.verify(cache, tree).logits
         assert logits is not None
         return logits[0, [0, 2, 3]].float()
+
+    def _probe_layers(self) -> tuple[Tensor, Tensor]:
+        """Return the logits of a small tree after a short prompt, and the outputs of all layers."""
+        wanted = self.feature_layers
+        self.use_features(tuple(range(self.num_layers)))
+        cache = self.new_cache()
+        *prompt, token = (part * self.vocab_size // 23 for part in (11, 7, 5, 3, 13, 17))
+        for _ in self.prefill(cache, cache.add_row(), prompt):
+            pass
+        tokens, parents, depths = torch.tensor([[[token, 1, 2, 3]], [[0, 0, 0, 2]], [[0, 1, 1, 2]]])
+        forward = self.verify(cache, DraftTree(tokens, parents, depths, torch.zeros((1, 4)), [4]))
+        self.use_features(wanted)
+        assert forward.logits is not None and forward.features is not None
+        return forward.logits, forward.features
 
     @torch.inference_mode()
     def _probe_plain(self, texts: list[list[int]]) -> Tensor:

@@ -54,6 +54,7 @@ def key(target: Any, drafter: Any = None) -> Key:
         "context": min(_LONGEST, target.max_context),
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "packed": target.packs,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -16,6 +16,7 @@ from ddtree.drafters import DraftRow, keep_chains
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.heads import Head
 from ddtree.model.kv_cache import KVFootprint
+from ddtree.model.packed_weights import pack_own
 from ddtree.sampling.noise import PLAIN, check_coupling, couple
 from ddtree.stats import Clock
 from ddtree.tree import DraftTree, best_first
@@ -177,6 +178,8 @@ class HeadDrafter(BlockDrafter):
         super().__init__(backbone, coupling=coupling)
         self.name = head.kind
         self.head = head.to(backbone.device, backbone.dtype).eval()
+        if backbone.packs:
+            pack_own(self.head)
 
     def tell(self, rows: list[DraftRow], states: Tensor) -> None:
         """Call `trace` with each row and the view of its states [R, L, H]."""

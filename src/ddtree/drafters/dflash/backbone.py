@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ddtree.drafters.dflash.network import DFlashNet
 from ddtree.model.attention import key_positions, uncommitted_columns, visible_keys
 from ddtree.model.kv_cache import KVCache, KVFootprint, drop_row
+from ddtree.model.packed_weights import pack, pack_own
 from ddtree.model.target import Target
 from ddtree.tree import MAX_DEPTH
 
@@ -38,6 +39,7 @@ class Backbone:
     Attributes:
         size: Vd, tokens of the draft vocabulary.
         depth: most tokens that a block predicts.
+        packs: it runs on packed copies of its weights, as its target does.
     """
 
     def __init__(
@@ -65,9 +67,13 @@ class Backbone:
         if embedding is not None:
             self._embedding = embedding.to(self.device, self.dtype)
         self._mask_embedding = None if mask_embedding is None else mask_embedding.to(self.device, self.dtype)
-        self._head: Callable[[Tensor], Tensor] = target.head
-        if head is not None or self.draft_ids is not None:
-            self._head = _linear(target, self.draft_ids, head)
+        own_head = head is not None or self.draft_ids is not None
+        scores = _linear(target, self.draft_ids, head) if own_head else target.head
+        self._head: Callable[[Tensor], Tensor] = scores
+        self.packs = target.packs
+        if target.packs:
+            pack_own(self.network)
+            self._head = pack(scores) or scores
         self._cache = KVCache(target.max_context + config.block_size, config.num_hidden_layers)
         self._unread: list[list[Tensor]] = []
 
@@ -201,11 +207,15 @@ class Backbone:
         return weight.new_zeros((0, weight.shape[1]))
 
 
-def _linear(target: Target, draft_ids: Tensor | None, own: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _linear(target: Target, draft_ids: Tensor | None, own: Tensor | None) -> nn.Linear:
     """Return a head of its own weights, or of the target's rows of the draft vocabulary."""
     if own is not None:
         weight, bias = own.to(target.device, target.dtype), None
     else:
         weight, bias = cast(Tensor, target.head.weight)[draft_ids], getattr(target.head, "bias", None)
         bias = None if bias is None else bias[draft_ids]
-    return lambda hidden: torch.nn.functional.linear(hidden, weight, bias)
+    linear = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
