@@ -31,8 +31,9 @@ def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Fal
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the checkpoint's own")
     group.add_argument("--max-context", type=int, metavar="N", help="most tokens of prompt and answer")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
-    group.add_argument("--no-pack-weights", dest="pack_weights", action="store_false",
-                       help="keep no packed copies of 16-bit weights on a CPU: less memory, slower")  # fmt: skip
+    group.add_argument("--pack-weights", action=argparse.BooleanOptionalAction, default=True,
+                       help="keep copies of 16-bit weights in the layout of a CPU's matrix kernels (default: yes, where "
+                       "there is memory)")  # fmt: skip
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:

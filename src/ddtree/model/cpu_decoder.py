@@ -46,7 +46,7 @@ class CpuDecoder:
             raise ValueError(f"{type(model).__name__} is not built as a plain Llama")
         inner = model.model
         self._embed, self._rotary, self._norm = inner.embed_tokens, inner.rotary_emb, inner.norm
-        self._layers = [_Layer(layer) for layer in layers]
+        self._layers = [_DecoderLayer(layer) for layer in layers]
         self._head = _packed(model.lm_head)
         self.packed = PackedWeights([p for layer in self._layers for p in layer.products] + [self._head])
         self._hooks = [
@@ -85,7 +85,7 @@ class CpuDecoder:
         return logits, torch.cat([outputs[index] for index in features], dim=-1) if features else None
 
 
-class _Layer:
+class _DecoderLayer:
     """One decoder layer: attention, then a gated MLP, each after a norm and added to its input.
 
     Attributes:

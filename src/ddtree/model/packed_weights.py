@@ -140,9 +140,13 @@ def packable(layer: nn.Module) -> bool:
     return (
         type(layer) is nn.Linear
         and "forward" not in vars(layer)
-        and layer.weight.device.type == "cpu"
-        and layer.weight.dtype in _DTYPES
+        and suits(layer.weight.device, layer.weight.dtype)
     )
+
+
+def suits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether weights are packed there and of that kind: in 16 bits on a CPU."""
+    return device.type == "cpu" and dtype in _DTYPES
 
 
 def computes(dtype: torch.dtype) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ddtree.errors import ConfigError, DDTreeError, UnsupportedModelError, first_line
-from ddtree.model import Forward, TargetModel, TargetWeights, attention
+from ddtree.model import Forward, TargetModel, TargetWeights, attention, packed_weights
 from ddtree.model.architectures import (
     cache_argument,
     context_limit,
@@ -31,7 +31,7 @@ from ddtree.model.attention import Visibility, chain_mask, key_positions, uncomm
 from ddtree.model.cpu_decoder import CpuDecoder
 from ddtree.model.cuda_graphs import CudaGraphs
 from ddtree.model.kv_cache import KVCache
-from ddtree.model.packed_weights import PackedWeights, fits, products_of
+from ddtree.model.packed_weights import PackedWeights
 from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask
 
 _log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Target(HuggingFaceTarget, TargetModel):
         self._packed: PackedWeights | None = None
         self._decoder: CpuDecoder | None = None
         # PEFT merges adapters into weights and out again.
-        self.packs = pack and self.device.type == "cpu" and not hasattr(model, "peft_config")
+        self.packs = pack and packed_weights.suits(self.device, self.dtype) and not hasattr(model, "peft_config")
         self.use_features(feature_layers)
         modules = [(id(part), id(vars(part).get("forward"))) for part in model.modules()]
         state = (self.dtype, self.device, modules)
@@ -294,7 +294,7 @@ class Target(HuggingFaceTarget, TargetModel):
     def _pack(self) -> None:
         """Pack the weights; and run without the model's own code where that makes no difference but in time."""
         self._decoder = self._packed = None
-        if not self.packs or not fits(self.model):
+        if not self.packs or not packed_weights.fits(self.model):
             return
         with suppress(ValueError):
             decoder = CpuDecoder(self.model, self._layers)
@@ -303,7 +303,7 @@ class Target(HuggingFaceTarget, TargetModel):
             self._decoder = decoder
             if all(map(torch.equal, theirs, self._probe_layers())):
                 return
-        self._decoder, self._packed = None, PackedWeights(products_of(self.model))
+        self._decoder, self._packed = None, PackedWeights(packed_weights.products_of(self.model))
 
     def _visibility(
         self, lengths: list[int], pending: int, keys: int, positions: Tensor, visible: Tensor | None

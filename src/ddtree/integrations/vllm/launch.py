@@ -29,6 +29,7 @@ _INSTEAD = {
     "max_connections": "put a proxy in front that bounds them",
     "allowed_host": "put a proxy in front that checks names",
     "prefill_chunk": "give -- --max-num-batched-tokens N",
+    "pack_weights": "vLLM's own kernels run the target",
 }
 
 
