@@ -32,7 +32,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Fal
     group.add_argument("--max-context", type=int, metavar="N", help="most tokens of prompt and answer")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument("--pack-weights", action=argparse.BooleanOptionalAction, default=True,
-                       help="keep copies of 16-bit weights in the layout of a CPU's matrix kernels (default: yes, where "
+                       help="keep copies of 16-bit weights in the layout of a CPU's matrix kernels (default: yes, if "
                        "there is memory)")  # fmt: skip
 
 
