@@ -42,7 +42,7 @@ def main() -> None:
     engine = model.engine
     drafters = getattr(engine.drafter, "drafters", [engine.drafter])
     timer = Watch()
-    timer.watch(engine.target.model, "forward")
+    timer.watch(engine.target, "run")
     for drafter in drafters:
         if hasattr(drafter, "backbone"):
             # What a drafter's pass consists of: features to context, the block, norm and head.

@@ -31,6 +31,7 @@ from ddtree.errors import CheckpointError, ConfigError, DDTreeError, first_line
 from ddtree.model import pretrained
 from ddtree.model.architectures import UNLIMITED, context_limit, eos_ids, why_no_tree
 from ddtree.model.demo import NAME as DEMO
+from ddtree.model.packed_weights import packed_bytes
 from ddtree.model.target import Target
 from ddtree.sampling.noise import PLAIN
 
@@ -186,6 +187,7 @@ def read_target(name: str) -> TargetFacts:
         ("context", f"{'unlimited' if context == UNLIMITED else context} tokens"),
         ("weights", _weights(name, place, config, model)),
         ("tokenizer", words or "none: prompts are token ids"),
+        ("packed", f"{packed_bytes(model) / 1e6:,.1f} MB more in 16 bits on a CPU, unless --no-pack-weights"),
         ("draft trees", f"no: {reason}; decoded autoregressively" if reason else "can be verified"),
     ]
     return TargetFacts(

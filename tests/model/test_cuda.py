@@ -1,7 +1,11 @@
-"""On a CUDA device: the same tokens as on the CPU, for every family, drafter and rule. Skipped where there is none."""
+"""On an accelerator: the same tokens as on the CPU, for every family, drafter and rule. Skipped where there is none.
+
+DDTREE_TEST_DEVICE names another than CUDA's first, such as cuda:1, xpu or mps.
+"""
 
 import copy
 import functools
+import os
 
 import pytest
 import torch
@@ -14,7 +18,10 @@ from ddtree.model.target import Target
 from ddtree.sampling.noise import Noise
 from ddtree.sampling.params import SamplingParams
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICE = os.environ.get("DDTREE_TEST_DEVICE", "cuda")
+BACKEND = getattr(torch, DEVICE.partition(":")[0], None)
+
+pytestmark = pytest.mark.skipif(not (BACKEND and BACKEND.is_available()), reason=f"needs the device {DEVICE}")
 
 LENGTH = 100
 PROMPTS = [tiny.prompt(n, seed=n) for n in (6, 31, 14)]
@@ -48,7 +55,7 @@ def expected(family, sampling):
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_tokens_are_those_of_the_plain_loop_on_the_cpu(family, kind, sampling):
-    model = model_of(family, "cuda")
+    model = model_of(family, DEVICE)
     for rows in (1, 3):
         drafter = None if kind == "none" else tiny.drafter(kind, model, coupled=True)
         engine = Engine(Target(model), drafter)
@@ -70,13 +77,13 @@ def test_tokens_are_those_of_the_plain_loop_on_the_cpu(family, kind, sampling):
 
 
 def test_noise_is_that_of_the_cpu():
-    here, there = (Noise(7, 50_000, torch.device(device)) for device in ("cuda", "cpu"))
+    here, there = (Noise(7, 50_000, torch.device(device)) for device in (DEVICE, "cpu"))
     for position in (0, 5, 10**6):
         torch.testing.assert_close(here.gumbel(position).cpu(), there.gumbel(position), rtol=1e-5, atol=1e-5)
 
 
 def test_half_precision_answers_are_the_same_with_and_without_a_tree_but_for_near_ties():
-    model = copy.deepcopy(model_of("llama", "cuda")).bfloat16()
+    model = copy.deepcopy(model_of("llama", DEVICE)).bfloat16()
     answers = []
     for kind in ("none", "merged"):
         engine = Engine(Target(model), None if kind == "none" else tiny.drafter(kind, model))
@@ -95,7 +102,7 @@ def test_a_cache_too_large_for_the_device_is_refused_by_name():
     cache = KVCache(10**9)
     cache.add_row()
     cache.open(0, 1, 1)
-    cache.update(*torch.zeros(2, 1, 2, 1, 64, device="cuda"), 0)
+    cache.update(*torch.zeros(2, 1, 2, 1, 64, device=DEVICE), 0)
     cache.commit([[0]])
     with pytest.raises(CacheMemoryError, match="MiB more"):
         cache.open(0, 1, 10**9 - 1)

@@ -106,6 +106,18 @@ def test_a_machine_that_slows_down_is_followed_within_ten_rounds_and_bursts_are_
     assert model.draft(["lookup"], 8) == pytest.approx(0.004, rel=0.05), "and so does drafting"
 
 
+def test_a_burst_that_met_a_rare_width_does_not_make_wider_ones_dear_for_good():
+    """The rare width is not tried again while it seems dear, so that nothing else would correct it."""
+    model = table(grid())
+    wide, narrow = model.verify(16), model.verify(1)
+    for _ in range(6):
+        model.observe_verify(16, 1, 0.0, wide)
+        model.observe_verify(1, 1, 0.0, 4 * narrow)
+    for _ in range(80):
+        model.observe_verify(16, 1, 0.0, wide)
+    assert model.verify(1) <= model.verify(16) == pytest.approx(wide, rel=0.01)
+
+
 def test_widths_are_corrected_against_each_other_whatever_the_pace():
     """Measured flat; in rounds the root alone, 2 and 9 nodes take 57, 66 and 208 ms, at two rows twice as much."""
     model = table([Sample(width, rows, 0, 0.05) for width in (1, 2, 17, 33) for rows in (1, 2)])

@@ -83,7 +83,7 @@ def check_closed(tree: DraftTree, in_order: bool = True) -> None:
 def builder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Build best-first trees by the CPU's heap, or level by level as on other devices."""
     if request.param == "levels":
-        monkeypatch.setattr(build, "_HEAP_DEVICE", "none")
+        monkeypatch.setattr("ddtree.tree.tree._HOST", "none")
     return request.param
 
 
@@ -180,7 +180,13 @@ def test_grown_from_marginals_and_pruned_is_the_best_first_tree() -> None:
         depth = int(rng.integers(1, 8))
         width = max(*budgets, 1)
         tree = prune(
-            grow([1, 2, 3], build._MarginalScorer(tokens, logprobs, [16] * 3), width, depth), budgets
+            grow(
+                [1, 2, 3],
+                build._MarginalScorer(tokens, logprobs, [16] * 3, [tokens.shape[2]] * 3),
+                width,
+                depth,
+            ),
+            budgets,
         )
         check_closed(tree)
         best = best_first([1, 2, 3], tokens, logprobs, budgets, [depth] * 3)
@@ -372,7 +378,7 @@ def test_costs_are_whole_numbers_and_absent_ones_the_largest() -> None:
 TOKENS = torch.zeros(1, 2, 3, dtype=torch.int64)
 LOGPROBS = -torch.ones(1, 2, 3)
 ROOT = DraftTree.root([1])
-SCORER = build._MarginalScorer(TOKENS, LOGPROBS, [16])
+SCORER = build._MarginalScorer(TOKENS, LOGPROBS, [16], [TOKENS.shape[2]])
 
 
 @pytest.mark.parametrize(

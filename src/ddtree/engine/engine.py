@@ -26,9 +26,9 @@ from ddtree.model.kv_cache import drop_row, out_of_memory
 from ddtree.policy import AutoBudget, AutoMethod, Choice, Request
 from ddtree.policy.controller import Policy
 from ddtree.sampling.params import SamplingParams
-from ddtree.sampling.sampler import Sampler
+from ddtree.sampling.sampler import Sampler, choose_ahead
 from ddtree.stats import Clock
-from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, walk
+from ddtree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, on_host, walk
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,7 @@ class Engine:
                 plan.tree,
                 [row.tokens for row in rows],
                 lambda row, node, prefix: rows[row].choose(logits[row, node], prefix),
+                None if on_host(logits.device) else self._chosen(plan.tree, logits),
             )
             for row, sequence in enumerate(rows):
                 count = sequence.extend(tokens[row], (logits[row, node] for node in paths[row]))
@@ -285,10 +286,15 @@ class Engine:
         """Run the target over a tree; return logits [R, N, V] and features [R, N, F * H]."""
         forward = self.target.verify(self._cache, tree)
         assert forward.logits is not None
-        if wait and self.target.device.type != "cpu":
+        if wait and not on_host(self.target.device):
             # The walk needs the logits at once; waiting here gives verification and walk their own times.
             torch.accelerator.synchronize(self.target.device)
         return forward.logits, forward.features
+
+    def _chosen(self, tree: DraftTree, logits: Tensor) -> Tensor:
+        """Return the choices after all nodes, int64 [R, N], which one read of the device then shows."""
+        samplers, lengths = [row.sampler for row in self.running], [len(row.tokens) for row in self.running]
+        return choose_ahead(samplers, logits, tree.depths, lengths, min(MAX_DEPTH, tree.tokens.shape[1] - 1))
 
     def _observe(
         self, paths: list[list[int]], bonus: list[int], tokens: list[list[int]], features: Tensor | None

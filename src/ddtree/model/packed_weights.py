@@ -162,15 +162,15 @@ def state_of(layers: Iterable[nn.Linear]) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), -1 if weight.is_inference() else weight._version) for weight in weights]
 
 
-def packed_bytes(module: nn.Module) -> int:
-    """Return the memory that packed copies of a module's layers take."""
-    weights = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear) and packable(layer)]
-    return sum(weight.numel() * (2 if computes(weight.dtype) else 4) for weight in weights)
+def packed_bytes(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Return the memory that packed copies of a module's layers take here, for weights in 16 bits."""
+    weights = (layer.weight for layer in module.modules() if type(layer) is nn.Linear)
+    return sum(weight.numel() for weight in weights) * (2 if computes(dtype) else 4)
 
 
 def fits(module: nn.Module) -> bool:
     """Return whether there is memory for packed copies of a module's layers; say so where there is not."""
-    need, free = packed_bytes(module), available_bytes(torch.device("cpu"))
+    need, free = packed_bytes(module, next(module.parameters()).dtype), available_bytes(torch.device("cpu"))
     if free is None or need <= _MOST_MEMORY * free:
         return True
     _log.warning(

@@ -130,7 +130,9 @@ class Target(HuggingFaceTarget, TargetModel):
         self._packed: PackedWeights | None = None
         self._decoder: CpuDecoder | None = None
         # PEFT merges adapters into weights and out again.
-        self.packs = pack and packed_weights.suits(self.device, self.dtype) and not hasattr(model, "peft_config")
+        self.packs = (
+            pack and packed_weights.suits(self.device, self.dtype) and not hasattr(model, "peft_config")
+        )
         self.use_features(feature_layers)
         modules = [(id(part), id(vars(part).get("forward"))) for part in model.modules()]
         state = (self.dtype, self.device, modules)
@@ -290,6 +292,11 @@ class Target(HuggingFaceTarget, TargetModel):
                 features = torch.cat([self._captured[layer] for layer in self.feature_layers], dim=-1)
                 self._captured.clear()
         return logits, features
+
+    @property
+    def packed_bytes(self) -> int:
+        """The memory of packed copies of the weights."""
+        return 0 if self._packed is None else self._packed.bytes
 
     def _pack(self) -> None:
         """Pack the weights; and run without the model's own code where that makes no difference but in time."""

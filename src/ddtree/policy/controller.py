@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ddtree.policy import OFF, Arm, Choice, Proposals, Request
@@ -242,6 +243,7 @@ class _OpenRound:
         known = [speed for speed in speeds if speed is not None]
         self.rate = sum(known) / len(known) * len(requests) if known and len(known) == len(speeds) else None
         self.tree: DraftTree
+        self.nodes: list[NDArray[np.float32]]
         self.proposals: Callable[[], Proposals | None]
         self.whole: Sequence[bool]
         self.acceptances: list[Acceptance]
@@ -310,7 +312,8 @@ class Policy:
         now.tree, now.proposals, now.whole = tree, proposals, whole or [True] * len(tree.sizes)
         asked = list(zip(now.requests, now.choices, strict=True))
         now.acceptances = [self._acceptance_of(choice.arm, request) for request, choice in asked]
-        chances = _chances(tree, now.acceptances)
+        now.nodes = _nodes(tree)
+        chances = _chances(now.nodes, now.acceptances)
         sizes = [size - 1 for size in tree.sizes]
         width = max(sizes)
         if width and any(request.budget == "auto" for request in now.requests):
@@ -352,7 +355,8 @@ class Policy:
                 compared = controller.should_compare(arm)
                 others = self._learn_counterfactuals(now, controller, rows, answers) if compared else {}
                 controller.learn(arm, tokens, others)
-        _count(tree, paths, now.acceptances)
+        verified = zip(now.nodes, tree.sizes, strict=True)
+        _count([own[:, : size - 1] for own, size in verified], paths, now.acceptances)
 
     def state(self) -> dict[str, Any]:
         """Return its figures as plain JSON values: of each kind of request under each load."""
@@ -391,12 +395,13 @@ class Policy:
             own = proposed.get(arm.members[0])
             tree = DraftTree.stack([own.row(row) for row in rows]) if own else DraftTree.root([0] * len(rows))
             known = [self._acceptance_of(arm, request)] * len(rows)
-            chances, width = _chances(tree, known), max(tree.sizes) - 1
+            nodes, width = _nodes(tree), max(tree.sizes) - 1
+            chances = _chances(nodes, known)
             if request.budget == "auto":
                 seconds = self.latency.round_seconds(arm.members, width, *now.load)
                 width = best_width(stats.ratio * chances, seconds, now.rate)
             paths, _ = walk(tree, [[]] * len(rows), following([list(answers[row]) for row in rows]))
-            _count(tree, paths, known)
+            _count(nodes, paths, known)
             totals = [
                 sum(node <= width for path in paths for node in path),
                 sum(min(width, size - 1) for size in tree.sizes),
@@ -424,21 +429,24 @@ class Policy:
         return self.acceptance[f"{arm}, {'sampled' if request.sampled else 'greedy'}"]
 
 
-def _nodes(tree: DraftTree, row: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return log-probabilities and depths [n] of a row's nodes besides the root."""
-    size = tree.sizes[row]
-    return tree.logprobs[row, 1:size].cpu().numpy(), tree.depths[row, 1:size].cpu().numpy()
+def _nodes(tree: DraftTree) -> list[NDArray[np.float32]]:
+    """Return log-probabilities and depths [2, n] of each row's nodes besides the root, in one read of the device."""
+    rows = torch.stack([tree.logprobs, tree.depths.float()], dim=1).cpu().numpy()
+    return [row[:, 1:size] for row, size in zip(rows, tree.sizes, strict=True)]
 
 
-def _chances(tree: DraftTree, known: Sequence[Acceptance]) -> Array:
+def _chances(nodes: Sequence[NDArray[np.float32]], known: Sequence[Acceptance]) -> Array:
     """Return calibrated probabilities [R, N - 1] of the nodes besides the roots; 0 for padding."""
-    chances = np.zeros((len(tree.sizes), max(tree.sizes) - 1))
-    for row, own in enumerate(known):
-        chances[row, : tree.sizes[row] - 1] = own.calibrated(*_nodes(tree, row))
+    chances = np.zeros((len(nodes), max(own.shape[1] for own in nodes)))
+    for row, ((logprobs, depths), acceptance) in enumerate(zip(nodes, known, strict=True)):
+        chances[row, : len(depths)] = acceptance.calibrated(logprobs, depths.astype(np.int64))
     return chances
 
 
-def _count(tree: DraftTree, paths: Sequence[Sequence[int]], known: Sequence[Acceptance]) -> None:
+def _count(
+    nodes: Sequence[NDArray[np.float32]], paths: Sequence[Sequence[int]], known: Sequence[Acceptance]
+) -> None:
     """Count in each row's acceptance which of its nodes are on the accepted path."""
-    for row, (path, own) in enumerate(zip(paths, known, strict=True)):
-        own.learn(*_nodes(tree, row), np.isin(np.arange(1, tree.sizes[row]), path))
+    for (logprobs, depths), path, acceptance in zip(nodes, paths, known, strict=True):
+        accepted = np.isin(np.arange(1, len(depths) + 1), path)
+        acceptance.learn(logprobs, depths.astype(np.int64), accepted)

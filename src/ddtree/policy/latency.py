@@ -26,6 +26,9 @@ CUT_SHORT = "cut_short"
 # Rounds of a rolling median. Half: bursts of three rounds are followed; double: a slower machine is noticed in ten
 # rounds and not in five.
 WINDOW = 9
+# Rounds for which a width's correction counts as recent: older ones must not contradict it. Half: a rare arm's round is
+# not recent by its next one; double: a burst on a rare width lifts the curve for as much longer.
+RECENT = 64
 # Tokens of context over which one interpolated curve serves: half, twice the curves; double, a coarser context.
 CONTEXT_STEP = 64
 # Share of a plain pass that the rest of a round takes until the first round has shown it; then it counts for nothing,
@@ -96,7 +99,9 @@ class LatencyTable:
         # Each is a rolling window of logarithms of measured over predicted time, but for the overhead's seconds.
         self._pace = _window()
         self._cells: defaultdict[tuple[int, int], deque[float]] = defaultdict(_window)
-        self._last: tuple[deque[float], float] | None = None
+        self._seen: dict[tuple[int, int], int] = {}
+        self._rounds = 0
+        self._last: tuple[tuple[int, int], float] | None = None
         self._draft_pace: dict[tuple[frozenset[str], bool], deque[float]] = {}
         self._overhead = _window()
 
@@ -107,9 +112,10 @@ class LatencyTable:
     def verify_up_to(self, nodes: int, rows: int = 1, context: float = 0.0) -> Array:
         """Return the seconds [nodes + 1] of verifying 0..`nodes` nodes a row besides the root; they never fall."""
         seconds = self._verify.seconds(rows, context)[: nodes + 1]
-        mine = {size: own for (load, size), own in sorted(self._cells.items()) if load == batch_class(rows)}
+        mine = [cell for cell in sorted(self._cells) if cell[0] == batch_class(rows)]
         if mine:
-            corrections = np.interp(_SIZES[: nodes + 1], list(mine), [_shrunk(own) for own in mine.values()])
+            known = self._consistent(mine, self._verify.seconds(rows, context))
+            corrections = np.interp(_SIZES[: nodes + 1], [size for _, size in mine], known)
             seconds = np.maximum.accumulate(seconds * np.exp(corrections))
         return seconds * math.exp(_center(self._pace))
 
@@ -141,15 +147,17 @@ class LatencyTable:
         """Learn that verifying `nodes` nodes a row besides the root took so long; impossible times are ignored."""
         if 0 < seconds < math.inf:
             ratio = math.log(seconds / float(self._verify.seconds(rows, context)[nodes]))
-            cell = self._cells[batch_class(rows), round(math.log2(nodes + 1))]
+            cell = batch_class(rows), round(math.log2(nodes + 1))
             # Neighbouring rounds ran at about the same pace, so a difference of their ratios is owed to their cells.
             before, self._last = self._last, (cell, ratio)
-            if before is not None and before[0] is not cell:
+            if before is not None and before[0] != cell:
                 other, difference = before[0], ratio - before[1]
-                own, others = difference + _shrunk(other), _shrunk(cell) - difference
-                cell.append(own)
-                other.append(others)
-            self._pace.append(ratio - _shrunk(cell))
+                own, others = difference + self._correction(other), self._correction(cell) - difference
+                self._cells[cell].append(own)
+                self._cells[other].append(others)
+            self._rounds += 1
+            self._seen[cell] = self._rounds
+            self._pace.append(ratio - self._correction(cell))
 
     def observe_draft(
         self, names: Sequence[str], nodes: int, rows: int, context: float, sampled: bool, seconds: float
@@ -165,6 +173,24 @@ class LatencyTable:
         """Learn that the rest of a round took so long; impossible times are ignored."""
         if 0 < seconds < math.inf:
             self._overhead.append(seconds)
+
+    def _correction(self, cell: tuple[int, int]) -> float:
+        """Return a cell's correction, drawn to 0 while it rests on less than half a window."""
+        values = self._cells.get(cell, _window())
+        return _center(values) * min(1.0, 2 * len(values) / WINDOW)
+
+    def _consistent(self, cells: Sequence[tuple[int, int]], measured: Array) -> list[float]:
+        """Return the corrections of cells, the narrowest first; old ones make no width dearer than recent, wider ones.
+
+        A burst that met the last rounds of a rare width would otherwise lift all that is wider, for good.
+        """
+        found, bound = [], math.inf
+        for cell in reversed(cells):
+            correction, before = self._correction(cell), math.log(measured[2 ** cell[1] - 1])
+            if self._rounds - self._seen[cell] <= RECENT:
+                bound = min(bound, before + correction)
+            found.append(min(correction, bound - before))
+        return found[::-1]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the measurements as plain JSON values; corrections by rounds are not kept."""
@@ -252,8 +278,3 @@ def _window() -> deque[float]:
 def _center(values: deque[float]) -> float:
     """Return the median: half of the values must agree, so single bursts are ignored; 0 without values."""
     return median(values) if values else 0.0
-
-
-def _shrunk(values: deque[float]) -> float:
-    """Return the median, drawn to 0 while it rests on less than half a window."""
-    return _center(values) * min(1.0, 2 * len(values) / WINDOW)

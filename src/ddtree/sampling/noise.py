@@ -118,26 +118,37 @@ class Noise:
         Raises:
             ConfigError: the position is out of range.
         """
-        row = self._rows.get(position)
-        if row is not None:
-            self._rows.move_to_end(position)
-            return row if tokens is None else row[tokens]
-        if not 0 <= position < MAX_POSITION:
-            raise ConfigError(f"position must be from 0 to 2**31 - 1, not {position}")
-        key = _signed(self._key(position))
+        if tokens is not None and position not in self._rows:
+            with torch.inference_mode(False), torch.no_grad():
+                words = tokens.to(self._compute, torch.int64) * _signed(_GAMMA) + _signed(self._key(position))
+                return _gumbel(words).to(self.device)
+        row = self._full_rows([position])[0]
+        return row if tokens is None else row[tokens]
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Return full rows of the positions from `first` on: float32 [count, V], at most 32. Raises ConfigError."""
+        return torch.stack(self._full_rows(range(first, first + count)))
+
+    def _full_rows(self, positions: Sequence[int]) -> list[Tensor]:
+        """Return the rows [V] of positions, made together or remembered."""
+        missing = [position for position in positions if position not in self._rows]
+        keys = [_signed(self._key(position)) for position in missing]
+        words = _token_words(self.vocab_size, self._compute)
         # Rows outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            if tokens is not None:
-                words = tokens.to(self._compute, torch.int64) * _signed(_GAMMA) + key
-                return _gumbel(words).to(self.device)
-            words = _token_words(self.vocab_size, self._compute)
-            # On the CPU a block of the work buffers stays in the cache; a GPU wants few launches.
-            parts = words.split(_BLOCK if self._compute.type == "cpu" else self.vocab_size)
-            row = torch.cat([_gumbel(part + key) for part in parts]).to(self.device)
-        self._rows[position] = row
-        if len(self._rows) > _ROWS_KEPT:
+            if not missing:
+                made = []
+            elif self._compute.type == "cpu":
+                # A block of the work buffers stays in the cache; a GPU wants few launches.
+                made = [torch.cat([_gumbel(part + key) for part in words.split(_BLOCK)]) for key in keys]
+            else:
+                made = list(_gumbel(words + torch.tensor(keys, device=self._compute)[:, None]))
+        self._rows.update(zip(missing, (row.to(self.device) for row in made), strict=True))
+        for position in positions:
+            self._rows.move_to_end(position)
+        while len(self._rows) > _ROWS_KEPT:
             self._rows.popitem(last=False)
-        return row
+        return [self._rows[position] for position in positions]
 
     def few(self, position: int, tokens: Sequence[int]) -> list[float]:
         """`gumbel` of a few tokens, to within a float32 rounding: several times as quick, good enough for drafting."""
@@ -146,6 +157,8 @@ class Noise:
         return (-np.log(-np.log(uniform))).tolist()
 
     def _key(self, position: int) -> int:
+        if not 0 <= position < MAX_POSITION:
+            raise ConfigError(f"position must be from 0 to 2**31 - 1, not {position}")
         return _mix((self._stream + (position + 1) * _GAMMA) & _WORD)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,11 +61,17 @@ class Sampler:
         own = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self.stop_ids: frozenset[int] = own | frozenset(params.stop_token_ids)
         """Ids that end the sequence."""
+        self._filtered = bool(params.top_k or params.top_p < 1.0 or params.min_p > 0.0)
         self._processors: Processors | None = None
         if params.processed:
             self._processors = Processors(
                 params, prompt_length, vocab_size, self.stop_ids, torch.device(device)
             )
+
+    @property
+    def plain(self) -> bool:
+        """Whether choices depend on nothing but logits, temperature and noise."""
+        return self._processors is None and (self.params.greedy or not self._filtered)
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, prefix: list[int], committed: int = 0) -> int:
@@ -92,8 +98,7 @@ class Sampler:
         scores = scores.float()
         if params.temperature != 1.0:
             scores = scores / params.temperature
-        filtered = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
-        if filtered:
+        if self._filtered:
             self._check(float(scores.amax()), logits, prefix)
             kept = support(scores, params.top_k, params.top_p, params.min_p)
             if kept is not None:
@@ -115,6 +120,49 @@ class Sampler:
         )
 
 
+@torch.inference_mode()
+def choose_ahead(
+    samplers: Sequence[Sampler], logits: Tensor, depths: Tensor, lengths: Sequence[int], deepest: int
+) -> Tensor:
+    """Choose after all nodes of a batch of trees at once, on the device; nothing is read from it.
+
+    That is for greedy rows and rows that sample at a plain temperature. The choices are those of `Sampler.choose`.
+
+    Args:
+        samplers: of R rows.
+        logits: the target's raw logits [R, N, V].
+        depths: int64 [R, N], of the nodes.
+        lengths: tokens of each row up to its root, the bonus token included.
+        deepest: no node is deeper, at most 31.
+
+    Returns:
+        int64 [R, N]; -1 where `Sampler.choose` must: for other rows, and where the scores are no finite numbers.
+    """
+    if all(sampler.plain and sampler.params.greedy for sampler in samplers):
+        return _finite_choice(logits)
+    chosen = torch.full(depths.shape, -1, device=depths.device)
+    for sampler, own, levels, length, out in zip(samplers, logits, depths, lengths, chosen, strict=True):
+        if not sampler.plain:
+            continue
+        if sampler.params.greedy:
+            out.copy_(_finite_choice(own))
+            continue
+        noise = sampler.noise.rows(length, deepest + 1)
+        for start in range(0, len(own), _NODES_AT_ONCE):
+            part = slice(start, start + _NODES_AT_ONCE)
+            scores = own[part].float()
+            if sampler.params.temperature != 1.0:
+                scores = scores / sampler.params.temperature
+            out[part] = _finite_choice(scores + noise[levels[part]])
+    return chosen
+
+
+def _finite_choice(scores: Tensor) -> Tensor:
+    """Return the place of the highest of scores [..., V], the first of equals; -1 where it is no finite number."""
+    best = scores.max(dim=-1)
+    return best.indices.masked_fill(~best.values.isfinite(), -1)
+
+
 def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     """Return log-probabilities of raw logits [V]: of `token` and of the `count` most likely ids."""
     values = torch.log_softmax(logits.float(), dim=-1)
@@ -125,6 +173,8 @@ def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, float(values[token]), top)
 
 
+_NODES_AT_ONCE = 128
+"""Nodes whose scores are held in float32 at a time: 75 MB of a vocabulary of 150,000."""
 _LOWEST_BITS = {torch.bfloat16: 0xFF80, torch.float16: 0xFC00}
 """The bits of -inf in half precision; only a NaN with a sign has more."""
 

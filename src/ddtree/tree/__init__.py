@@ -1,7 +1,7 @@
 """Build, prune, merge, mask and walk draft trees. Tensors only; knows no model."""
 
 from ddtree.tree.build import Scorer, best_first, grow, merge, prune
-from ddtree.tree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree
+from ddtree.tree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, on_host
 from ddtree.tree.verify import ancestor_mask, following, walk
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "following",
     "grow",
     "merge",
+    "on_host",
     "prune",
     "walk",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import ConfigError
-from ddtree.tree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, check_each, check_range, in_use
+from ddtree.tree.tree import MAX_BUDGET, MAX_DEPTH, DraftTree, check_each, check_range, in_use, on_host
 
 UNIT = 2.0**-32
 """Log-probability of one unit of cost: sums of whole numbers are exact, and the same on every device."""
@@ -37,11 +37,13 @@ def cheapest(costs: Tensor, count: int) -> Tensor:
     return keys.topk(count, largest=False).values & 0xFFFFF
 
 
-_HEAP_DEVICE = "cpu"  # where tensors can be read without waiting for the device; elsewhere trees are grown
-
-
 def best_first(
-    bonus: list[int], tokens: Tensor, logprobs: Tensor, budgets: list[int], depths: list[int]
+    bonus: list[int],
+    tokens: Tensor,
+    logprobs: Tensor,
+    budgets: list[int],
+    depths: list[int],
+    widths: list[int] | None = None,
 ) -> DraftTree:
     """Build the likeliest prefixes when each depth has its own distribution, whatever was chosen before.
 
@@ -55,6 +57,8 @@ def best_first(
         logprobs: float [R, L, K], their log-probabilities, descending; -inf where there is no candidate.
         budgets: most nodes besides the root, 0..1024, for each row; 8 to 64 are usual.
         depths: deepest level, 0..16, for each row; L when larger.
+        widths: candidates of a level that each row uses, 1 for a chain; all of them are there, so that on a device
+            nothing is read to see how many nodes there are. None uses all that are not -inf.
 
     Raises:
         ConfigError: a value is outside its range, or the shapes do not fit together.
@@ -71,17 +75,40 @@ def best_first(
     if width == 0 or depth == 0 or tokens.shape[2] == 0:
         return DraftTree.root(bonus, tokens.device)
     tokens, logprobs = tokens[:, :depth, :width], logprobs[:, :depth, :width]
-    if tokens.device.type != _HEAP_DEVICE:
-        return grow(
-            bonus, _MarginalScorer(tokens, logprobs, depths), width, depth, device=tokens.device
-        ).truncate(budgets)
+    levels, most = tokens.shape[1:]
+    ranks = [most if widths is None else min(widths[row], most) for row in range(rows)]
+    if not on_host(tokens.device):
+        scorer, sizes = _MarginalScorer(tokens, logprobs, depths, ranks), None
+        if widths is not None:
+            sizes = [
+                _most_nodes(own, min(deepest, levels), budget)
+                for own, deepest, budget in zip(ranks, depths, budgets, strict=True)
+            ]
+        grown = grow(bonus, scorer, width, depth, device=tokens.device, sizes=sizes)
+        return grown if sizes else grown.truncate(budgets)
     names, costs = tokens.tolist(), costs_of(logprobs).tolist()
     return DraftTree.stack(
         [
-            _by_heap(bonus[row], names[row][: depths[row]], costs[row][: depths[row]], budgets[row])
+            _by_heap(
+                bonus[row],
+                names[row][: depths[row]],
+                [level[: ranks[row]] for level in costs[row][: depths[row]]],
+                budgets[row],
+            )
             for row in range(rows)
         ]
     )
+
+
+def _most_nodes(width: int, depth: int, budget: int) -> int:
+    """Return the nodes of a tree of `width` children each, root included, of which the budget is used."""
+    nodes = level = 1
+    for _ in range(depth):
+        level *= width
+        nodes += level
+        if nodes > budget:
+            return budget + 1
+    return nodes
 
 
 def _by_heap(bonus: int, names: list[list[int]], costs: list[list[int]], budget: int) -> DraftTree:
@@ -128,11 +155,14 @@ class _MarginalScorer:
     among the best B of its level.
     """
 
-    def __init__(self, tokens: Tensor, logprobs: Tensor, depths: list[int]) -> None:
-        levels = torch.arange(tokens.shape[1], device=tokens.device)
-        beyond = levels >= torch.tensor(depths, device=tokens.device)[:, None]
+    def __init__(self, tokens: Tensor, logprobs: Tensor, depths: list[int], widths: list[int]) -> None:
+        _, levels, ranks = tokens.shape
+        bounds = torch.tensor([depths, widths], device=tokens.device)[:, :, None]
+        too_deep = torch.arange(levels, device=tokens.device) >= bounds[0]
+        too_wide = torch.arange(ranks, device=tokens.device) >= bounds[1]
+        absent = too_deep[:, :, None] | too_wide[:, None]
         self._tokens = tokens
-        self._logprobs = logprobs.float().masked_fill(beyond[:, :, None], float("-inf"))
+        self._logprobs = logprobs.float().masked_fill(absent, float("-inf"))
 
     def expand(self, depth: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Give every prefix the candidates of this depth."""
@@ -171,10 +201,11 @@ def grow(
     *,
     keep: int | None = None,
     device: torch.device | str = "cpu",
+    sizes: list[int] | None = None,
 ) -> DraftTree:
     """Grow a supertree: at each level the best children of the last level's best prefixes, whatever their parents.
 
-    Runs on the device with one host round trip, at the end, to read how many nodes there are.
+    Runs on the device with one host round trip, at the end, to read how many nodes there are, or none.
     Scores are summed and compared exactly (see `costs_of`); ties go by depth, then rank among the siblings, then
     the parent's place.
 
@@ -186,6 +217,7 @@ def grow(
         keep: most nodes to keep a level, at least `width` (the default): those not expanded may still be
             candidates for the pruned tree, as in EAGLE-2 (arXiv 2406.16858).
         device: where the scorer's tensors live.
+        sizes: nodes of each row to keep, root included, where it is known that there are as many.
 
     Returns:
         At most 1 + keep * depth nodes a row, best first. Cut it with `prune` or `DraftTree.truncate`.
@@ -214,14 +246,14 @@ def grow(
         levels.append((tokens, slots + first, costs))
         first += levels[-2][0].shape[1]
         slots, frontier, costs = slots[:, :width], tokens[:, :width], costs[:, :width]
-    return _assemble(levels)
+    return _assemble(levels, sizes)
 
 
-def _assemble(levels: list[tuple[Tensor, Tensor, Tensor]]) -> DraftTree:
+def _assemble(levels: list[tuple[Tensor, Tensor, Tensor]], sizes: list[int] | None) -> DraftTree:
     """Make one tree, best first, of levels (tokens, parents, costs int64 [R, n]), each in order, root first."""
     tokens, parents, costs = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     depths = torch.cat([torch.full_like(level[0], depth) for depth, level in enumerate(levels)], dim=1)
-    sizes = (costs < ABSENT).sum(1).tolist()
+    sizes = sizes or (costs < ABSENT).sum(1).tolist()
     tree = DraftTree(tokens, parents, depths, logprobs_of(costs), sizes)
     return _reorder(tree, cheapest(costs, max(sizes)), sizes)
 

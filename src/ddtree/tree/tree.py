@@ -14,6 +14,7 @@ from ddtree.errors import ConfigError, is_whole
 
 MAX_BUDGET = 1024
 MAX_DEPTH = 16
+_HOST = "cpu"
 _PADDING = (0, 0, 0, float("-inf"))
 """Token, parent, depth and log-probability of padding."""
 
@@ -98,6 +99,11 @@ class DraftTree:
         beyond = ~in_use(self)
         filled = zip(self.columns, _PADDING, strict=True)
         return DraftTree.of((column.masked_fill(beyond, fill) for column, fill in filled), self.sizes)
+
+
+def on_host(device: torch.device) -> bool:
+    """Return whether tensors of a device are read without waiting for it, so that work may go from node to node."""
+    return device.type == _HOST
 
 
 def in_use(tree: DraftTree) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.drafters import DraftRow, keep_chains
+from ddtree.drafters import DraftRow
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.drafters.dflash.heads import Head
 from ddtree.model.kv_cache import KVFootprint
@@ -151,9 +151,9 @@ class DFlash(BlockDrafter):
     def _draft(self, rows: list[DraftRow], bonus: list[int], width: int, clock: Clock) -> DraftTree:
         tokens, scores = self.candidates(rows, width)
         with clock("build"):
-            keep_chains(scores, rows)
             budgets, depths = [row.budget for row in rows], [row.depth for row in rows]
-            return best_first(bonus, tokens, scores, budgets, depths)
+            widths = [1 if row.chain else tokens.shape[2] for row in rows]
+            return best_first(bonus, tokens, scores, budgets, depths, widths)
 
     @torch.inference_mode()
     def candidates(self, rows: list[DraftRow], width: int) -> tuple[Tensor, Tensor]:
