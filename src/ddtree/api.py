@@ -52,6 +52,7 @@ def load(
     cache_bytes: int | None = None,
     prefix_bytes: int = 0,
     pack_weights: bool = True,
+    compile: bool = False,
 ) -> Model:
     """Load a target and its drafter.
 
@@ -70,7 +71,9 @@ def load(
             features that wait for them; as much as there is by default.
         prefix_bytes: memory for what texts leave to later prompts that begin alike, such as a chat's next turn.
         pack_weights: on CPUs, in 16 bits, keep copies of the weights in the layout of the matrix kernels, which takes
-            about as much memory again. The model given must not be trained meanwhile.
+            about as much memory again.
+        compile: run the target's decoder layers through `torch.compile`, on any device; then its weights are not
+            packed. The first answers wait for the compiler, and on CPUs later ones are no faster (docs/cpu.md).
 
     Raises:
         CheckpointError: target or drafter is missing or damaged, or they do not fit together.
@@ -89,7 +92,12 @@ def load(
         model, own = load_causal_lm(target, device, dtype)
         tokenizer = tokenizer or own
     verifier: Any = choose_target(
-        model, drafter not in ("auto", "none", None), tokenizer, max_context, pack=pack_weights
+        model,
+        drafter not in ("auto", "none", None),
+        tokenizer,
+        max_context,
+        pack=pack_weights,
+        compile=compile,
     )
     if not verifier.verifies_trees:
         drafter = None

@@ -246,3 +246,23 @@ def test_recurrent_models_have_a_name_too():
     output = model(torch.tensor([tiny.prompt(4)]), use_cache=True)
     assert architectures.cache_argument(model) in architectures.CACHE_NAMES
     assert architectures.cache_of(output) is not None
+
+
+def test_a_compiled_model_runs_its_layers_so_and_is_as_before_outside(monkeypatch):
+    compiled = []
+
+    def stand_in(forward, dynamic):
+        assert dynamic
+        return lambda *args, **kwargs: compiled.append(forward) or forward(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", stand_in)
+    model = tiny.model()
+    plain, target = Target(model), Target(model, compile=True, pack=True)
+    assert target.compiles and not target.packs
+    forwards = []
+    for one in (plain, target):
+        cache = one.new_cache()
+        forwards += [forward for _, forward in one.prefill(cache, cache.add_row(), tiny.prompt(9))]
+    assert torch.equal(forwards[0].logits, forwards[1].logits)
+    assert len(compiled) == len(model.model.layers)
+    assert not any("forward" in vars(layer) for layer in model.model.layers)

@@ -34,6 +34,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Fal
     group.add_argument("--pack-weights", action=argparse.BooleanOptionalAction, default=True,
                        help="keep copies of 16-bit weights in the layout of a CPU's matrix kernels (default: yes, if "
                        "there is memory)")  # fmt: skip
+    group.add_argument("--compile", action="store_true",
+                       help="run the target through torch.compile: minutes to start, slower on CPUs")  # fmt: skip
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +97,9 @@ def load_model(args: argparse.Namespace, **more: Any) -> Model:
         torch.set_num_threads(args.threads)
     drafters = args.drafter or ["auto"]
     drafter = drafters[0] if len(drafters) == 1 else drafters
-    chosen = {name: getattr(args, name) for name in ("device", "dtype", "max_context", "pack_weights")}
+    chosen = {
+        name: getattr(args, name) for name in ("device", "dtype", "max_context", "pack_weights", "compile")
+    }
     return load(args.target, drafter, **chosen, **more)
 
 

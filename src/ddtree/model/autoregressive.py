@@ -270,6 +270,7 @@ def choose_target(
     max_context: int | None = None,
     *,
     pack: bool = False,
+    compile: bool = False,
     remember: bool = False,
 ) -> Target | AutoregressiveTarget:
     """Return a target that verifies trees, or where there can be none the one that decodes plainly.
@@ -277,7 +278,7 @@ def choose_target(
     Args:
         model, tokenizer, max_context: as for either.
         drafts: a drafter was named, so that plain decoding would not do.
-        pack, remember: as for `Target`.
+        pack, compile, remember: as for `Target`.
 
     Raises:
         UnsupportedModelError: no tree can be verified on the model although one shall, or it cannot be decoded at all.
@@ -291,7 +292,9 @@ def choose_target(
             "finds: use that"
         )
     try:
-        return Target(model, tokenizer, max_context=max_context, pack=pack, remember=remember)
+        return Target(
+            model, tokenizer, max_context=max_context, pack=pack, compile=compile, remember=remember
+        )
     except UnsupportedModelError:
         # The error advises plain decoding, which is thereby known to work.
         plain = AutoregressiveTarget(model, tokenizer, max_context)

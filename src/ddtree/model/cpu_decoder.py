@@ -96,9 +96,8 @@ class _DecoderLayer:
     """
 
     def __init__(self, layer: Any) -> None:
-        self._attention, self._mlp = layer.self_attn, layer.mlp
+        self._attention, self._mlp = attention, mlp = layer.self_attn, layer.mlp
         self._before_attention, self._before_mlp = layer.input_layernorm, layer.post_attention_layernorm
-        attention, mlp = layer.self_attn, layer.mlp
         self.products = (
             _packed(attention.q_proj, attention.k_proj, attention.v_proj),
             _packed(attention.o_proj),
@@ -128,7 +127,7 @@ class _DecoderLayer:
         keys, values = cache.update(key, values.transpose(1, 2), index)
         attended = attend(query, keys, values, seen, window_of(self._attention), self._scale)
         x = x + out(attended.flatten(2))
-        gate, up = gate_up(_norm(self._before_mlp, x)).chunk(2, dim=-1)
+        gate, up = gate_up.parts(_norm(self._before_mlp, x))
         x += down(self._mlp.act_fn(gate).mul_(up))
         return x
 

@@ -58,19 +58,23 @@ class PackedProduct:
         self.bytes = weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.numel() >= _MOST_ROWS * x.shape[-1]:
-            return self.plain(x)
+        if self._is_long(x):
+            parts = self.plain(x)
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         product: Tensor = self._product(x.to(self._dtype), self._weight, self._bias, "none", [], "")
         return product.to(x.dtype)
 
-    def plain(self, x: Tensor) -> Tensor:
-        """Return the product as the layers themselves compute it."""
-        parts = [functional.linear(x, layer.weight, layer.bias) for layer in self.layers]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the layers' products one by one."""
+        return self.plain(x) if self._is_long(x) else self(x).split(self.widths, dim=-1)
 
     def part(self, place: int, x: Tensor) -> Tensor:
         """Return one layer's product."""
-        return self(x).split(self.widths, dim=-1)[place]
+        return self.parts(x)[place]
+
+    def plain(self, x: Tensor) -> list[Tensor]:
+        """Return the layers' products as they themselves compute them."""
+        return [functional.linear(x, layer.weight, layer.bias) for layer in self.layers]
 
     def is_exact(self) -> bool:
         """Return whether the result has the bits of the plain product.
@@ -82,9 +86,12 @@ class PackedProduct:
         x = torch.randn((1, max(_TRIED_ROWS), weight.shape[1]), generator=noise).to(weight.dtype)
         own, whole = self._dtype == weight.dtype, self(x)
         return all(
-            torch.equal(self(x[:, :rows]), self.plain(x[:, :rows]) if own else whole[:, :rows])
-            for rows in _TRIED_ROWS
+            torch.equal(self(part), torch.cat(self.plain(part), dim=-1) if own else whole[:, : part.shape[1]])
+            for part in (x[:, :rows] for rows in _TRIED_ROWS)
         )
+
+    def _is_long(self, x: Tensor) -> bool:
+        return x.numel() >= _MOST_ROWS * x.shape[-1]
 
 
 _products: WeakKeyDictionary[nn.Linear, tuple[Any, PackedProduct]] = WeakKeyDictionary()
@@ -180,8 +187,32 @@ def fits(module: nn.Module) -> bool:
     return False
 
 
-class PackedWeights(AbstractContextManager[None]):
-    """Lets linear layers run on packed products inside a `with` block; outside it the model is as it was.
+class SwappedForwards(AbstractContextManager[None]):
+    """Lets modules run by other functions than their `forward` inside a `with` block; outside it they are as before.
+
+    Args:
+        modules: the modules.
+        forwards: what runs in place of each `forward`.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], forwards: Iterable[Callable[..., Any]]) -> None:
+        self._swaps = [(vars(module), forward) for module, forward in zip(modules, forwards, strict=True)]
+
+    def install(self) -> None:
+        """Let the modules run so from now on."""
+        for attributes, forward in self._swaps:
+            attributes["forward"] = forward
+
+    def __enter__(self) -> None:
+        self.install()
+
+    def __exit__(self, *_: object) -> None:
+        for attributes, _forward in self._swaps:
+            attributes.pop("forward", None)
+
+
+class PackedWeights(SwappedForwards):
+    """Lets linear layers run on packed products.
 
     Args:
         products: of the layers.
@@ -193,27 +224,17 @@ class PackedWeights(AbstractContextManager[None]):
     def __init__(self, products: Sequence[PackedProduct]) -> None:
         self._layers = [layer for product in products for layer in product.layers]
         self._state = state_of(self._layers)
-        self._forwards: list[Callable[[Tensor], Tensor]] = [
-            product if len(product.layers) == 1 else partial(product.part, place)
-            for product in products
-            for place in range(len(product.layers))
-        ]
-        self._attributes = [vars(layer) for layer in self._layers]
         self.bytes = sum(product.bytes for product in products)
+        super().__init__(
+            self._layers,
+            (
+                product if len(product.layers) == 1 else partial(product.part, place)
+                for product in products
+                for place in range(len(product.layers))
+            ),
+        )
 
     @property
     def current(self) -> bool:
         """Whether the layers' weights are those that were packed."""
         return state_of(self._layers) == self._state
-
-    def install(self) -> None:
-        """Let the layers run on the products from now on."""
-        for attributes, forward in zip(self._attributes, self._forwards, strict=True):
-            attributes["forward"] = forward
-
-    def __enter__(self) -> None:
-        self.install()
-
-    def __exit__(self, *_: object) -> None:
-        for attributes in self._attributes:
-            attributes.pop("forward", None)

@@ -31,7 +31,7 @@ from ddtree.model.attention import Visibility, chain_mask, key_positions, uncomm
 from ddtree.model.cpu_decoder import CpuDecoder
 from ddtree.model.cuda_graphs import CudaGraphs
 from ddtree.model.kv_cache import KVCache
-from ddtree.model.packed_weights import PackedWeights
+from ddtree.model.packed_weights import PackedWeights, SwappedForwards
 from ddtree.tree import MAX_BUDGET, DraftTree, ancestor_mask
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class HuggingFaceTarget(TargetWeights):
         self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
         self.device: torch.device = input_device(model)
         self.dtype: torch.dtype = model.dtype
-        self.packs = False
+        self.packs = self.compiles = False
         self.max_context = context_limit(model, max_context)
         self.eos_ids = eos_ids(model, tokenizer)
 
@@ -87,6 +87,7 @@ class Target(HuggingFaceTarget, TargetModel):
         max_context: most tokens of a sequence; the model's own limit by default.
         graphs: verify in recorded passes (CUDA graphs) where the device has them.
         pack: run on packed copies of the weights, kept beside them, in 16 bits on CPUs (see `packed_weights`).
+        compile: run the decoder layers through `torch.compile`; nothing is packed then. It takes minutes to start.
         remember: do not try a model again that an earlier target has tried with these very modules, for callers that
             make a target for each text.
 
@@ -108,6 +109,7 @@ class Target(HuggingFaceTarget, TargetModel):
         max_context: int | None = None,
         graphs: bool = True,
         pack: bool = False,
+        compile: bool = False,
         remember: bool = False,
     ) -> None:
         reason = why_no_tree(model)
@@ -129,24 +131,24 @@ class Target(HuggingFaceTarget, TargetModel):
         self.noise = 0.0
         self._packed: PackedWeights | None = None
         self._decoder: CpuDecoder | None = None
+        self._compiled: SwappedForwards | None = None
         # PEFT merges adapters into weights and out again.
-        self.packs = (
-            pack and packed_weights.suits(self.device, self.dtype) and not hasattr(model, "peft_config")
-        )
+        suits = packed_weights.suits(self.device, self.dtype) and not hasattr(model, "peft_config")
+        self.packs, self.compiles = pack and suits and not compile, compile
         self.use_features(feature_layers)
         modules = [(id(part), id(vars(part).get("forward"))) for part in model.modules()]
         state = (self.dtype, self.device, modules)
         known = _tried.get(model)
         if remember and known is not None and known[0] == state:
             _, self._windowed, self.noise = known
-            self._pack()
+            self._prepare()
             return
         try:
             self._find_windows()
             self._probe()
             _tried[model] = state, self._windowed, self.noise
             # After the comparison with the model's own forward, which is that of its weights as they are.
-            self._pack()
+            self._prepare()
         except BaseException as error:
             self.close()
             if isinstance(error, DDTreeError) or not isinstance(error, Exception):
@@ -285,13 +287,19 @@ class Target(HuggingFaceTarget, TargetModel):
         if self._decoder is not None and not self._decoder.hooked(_Capture):
             return self._decoder(cache, tokens, positions, seen, keep, self.feature_layers)
         features = None
-        with attention.using(self._configs), self._packed or nullcontext():
+        with attention.using(self._configs), self._compiled or self._packed or nullcontext():
             logits = self.model(**arguments).logits
             # Gathered before another thread may run the model, and its hooks, again.
             if self.feature_layers:
                 features = torch.cat([self._captured[layer] for layer in self.feature_layers], dim=-1)
                 self._captured.clear()
         return logits, features
+
+    def _prepare(self) -> None:
+        if self.compiles:
+            forwards = [torch.compile(layer.forward, dynamic=True) for layer in self._layers]
+            self._compiled = SwappedForwards(self._layers, forwards)
+        self._pack()
 
     @property
     def packed_bytes(self) -> int:

@@ -55,6 +55,7 @@ def key(target: Any, drafter: Any = None) -> Key:
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "packed": target.packs,
+        "compiled": target.compiles,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

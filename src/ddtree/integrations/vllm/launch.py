@@ -30,6 +30,7 @@ _INSTEAD = {
     "allowed_host": "put a proxy in front that checks names",
     "prefill_chunk": "give -- --max-num-batched-tokens N",
     "pack_weights": "vLLM's own kernels run the target",
+    "compile": "vLLM compiles as its own options say",
 }
 
 
