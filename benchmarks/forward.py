@@ -66,7 +66,12 @@ def llama_cpp(path: str, length: int) -> tuple[Way, float]:
     import llama_cpp
 
     model = llama_cpp.Llama(
-        path, n_ctx=length + 128, n_batch=512, n_threads=torch.get_num_threads(), verbose=False
+        path,
+        n_ctx=length + 128,
+        n_batch=512,
+        n_threads=torch.get_num_threads(),
+        logits_all=True,
+        verbose=False,
     )
     began = time.perf_counter()
     model.eval(text(length))
