@@ -1,6 +1,8 @@
 """Packed weights: the same bits, copies that follow their weights, and a model that is left as it was."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -89,6 +91,15 @@ def test_a_layer_used_twice_has_one_copy_until_its_weight_changes():
     second = pack(layer)
     assert second is not first
     assert torch.equal(second(rows(3, 64)), layer(rows(3, 64)))
+
+
+def test_copies_go_with_those_who_use_them():
+    layer = linear(64, 32)
+    product = pack(layer)
+    gone = [weakref.ref(layer), weakref.ref(product)]
+    del layer, product
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 def test_a_module_runs_on_its_copies_inside_the_block_only():

@@ -114,7 +114,7 @@ class _DecoderLayer:
     ) -> Tensor:
         """Return the layer's output [R, n, H] for its input x [R, n, H], which is left as it is."""
         joined, out, gate_up, down = self.products
-        heads = joined(_norm(self._before_attention, x)).unflatten(-1, (-1, self._size))
+        heads = joined(_norm(self._before_attention, x)).view(*x.shape[:2], -1, self._size)
         turned, values = heads[:, :, : self._turned], heads[:, :, self._turned :]
         if self._normed:
             queries, keys = turned[:, :, : self._queries], turned[:, :, self._queries :]

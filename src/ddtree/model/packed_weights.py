@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class PackedProduct:
 
     Attributes:
         layers: as given.
+        weights: the layers' weights as they were packed.
         widths: N1, N2, ...
         bytes: memory of the copy.
 
@@ -48,25 +49,27 @@ class PackedProduct:
 
     def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self.layers = tuple(layers)
+        self.weights = _Weights(layers)
         self.widths = [layer.out_features for layer in layers]
         weight = torch.cat([layer.weight.detach() for layer in layers]).to(dtype)
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases).to(dtype) if biases else None
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         self._dtype = dtype
-        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
         self.bytes = weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_long(x):
             parts = self.plain(x)
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        product: Tensor = self._product(x.to(self._dtype), self._weight, self._bias, "none", [], "")
-        return product.to(x.dtype)
+        if x.dtype == self._dtype:
+            return self._product(x, self._weight, self._bias, "none", [], "")
+        return self._product(x.to(self._dtype), self._weight, self._bias, "none", [], "").to(x.dtype)
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         """Return the layers' products one by one."""
-        return self.plain(x) if self._is_long(x) else self(x).split(self.widths, dim=-1)
+        return self.plain(x) if self._is_long(x) else self(x).split_with_sizes(self.widths, dim=-1)
 
     def part(self, place: int, x: Tensor) -> Tensor:
         """Return one layer's product."""
@@ -94,8 +97,34 @@ class PackedProduct:
         return x.numel() >= _MOST_ROWS * x.shape[-1]
 
 
-_products: WeakKeyDictionary[nn.Linear, tuple[Any, PackedProduct]] = WeakKeyDictionary()
-"""Of single layers, with the state of their weights: a target's head has one copy, whoever uses it."""
+class _Weights:
+    """The weights of layers as they are now.
+
+    Args:
+        layers: the layers.
+    """
+
+    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+        self._known = [
+            (layer._parameters, layer.weight, layer.weight.data_ptr(), _version(layer.weight))
+            for layer in layers
+        ]
+
+    def unchanged(self) -> bool:
+        """Return whether no weight was replaced or written since."""
+        return all(
+            parameters["weight"] is weight and weight.data_ptr() == place and _version(weight) == version
+            for parameters, weight, place, version in self._known
+        )
+
+
+def _version(weight: Tensor) -> int:
+    """Return how often a tensor was written; those made in inference mode do not tell."""
+    return -1 if weight.is_inference() else weight._version
+
+
+_products: WeakKeyDictionary[nn.Linear, ReferenceType[PackedProduct]] = WeakKeyDictionary()
+"""Of single layers, while they are in use: a target's head has one copy, whoever uses it."""
 _exact: dict[tuple[Any, ...], bool] = {}
 
 
@@ -110,9 +139,9 @@ def pack(*layers: nn.Module) -> PackedProduct | None:
     linears: list[nn.Linear] = list(layers)  # type: ignore[arg-type]
     if len({(layer.bias is None, layer.in_features, layer.weight.dtype) for layer in linears}) > 1:
         return None
-    state = state_of(linears)
-    if len(linears) == 1 and linears[0] in _products and _products[linears[0]][0] == state:
-        return _products[linears[0]][1]
+    known = _products[linears[0]]() if len(linears) == 1 and linears[0] in _products else None
+    if known is not None and known.weights.unchanged():
+        return known
     own = linears[0].weight.dtype
     shape = (*(layer.out_features for layer in linears), linears[0].in_features, own, linears[0].bias is None)
     for dtype in [own, torch.float32] if computes(own) else [torch.float32]:
@@ -125,7 +154,7 @@ def pack(*layers: nn.Module) -> PackedProduct | None:
             continue
         if _exact[*shape, dtype]:
             if len(linears) == 1:
-                _products[linears[0]] = state, product
+                _products[linears[0]] = ReferenceType(product)
             return product
     return None
 
@@ -161,12 +190,6 @@ def computes(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return bool(torch.cpu._is_amx_fp16_supported())
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def state_of(layers: Iterable[nn.Linear]) -> list[tuple[int, int]]:
-    """Return what changes when weights do: where each lies, and how often it was written."""
-    weights = (layer.weight for layer in layers)
-    return [(weight.data_ptr(), -1 if weight.is_inference() else weight._version) for weight in weights]
 
 
 def packed_bytes(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -222,11 +245,11 @@ class PackedWeights(SwappedForwards):
     """
 
     def __init__(self, products: Sequence[PackedProduct]) -> None:
-        self._layers = [layer for product in products for layer in product.layers]
-        self._state = state_of(self._layers)
+        layers = [layer for product in products for layer in product.layers]
+        self._weights = [product.weights for product in products]
         self.bytes = sum(product.bytes for product in products)
         super().__init__(
-            self._layers,
+            layers,
             (
                 product if len(product.layers) == 1 else partial(product.part, place)
                 for product in products
@@ -237,4 +260,4 @@ class PackedWeights(SwappedForwards):
     @property
     def current(self) -> bool:
         """Whether the layers' weights are those that were packed."""
-        return state_of(self._layers) == self._state
+        return all(weights.unchanged() for weights in self._weights)

@@ -101,6 +101,7 @@ class LatencyTable:
         self._cells: defaultdict[tuple[int, int], deque[float]] = defaultdict(_window)
         self._seen: dict[tuple[int, int], int] = {}
         self._rounds = 0
+        self._corrected: tuple[tuple[int, float], Array] | None = None
         self._last: tuple[tuple[int, int], float] | None = None
         self._draft_pace: dict[tuple[frozenset[str], bool], deque[float]] = {}
         self._overhead = _window()
@@ -111,11 +112,17 @@ class LatencyTable:
 
     def verify_up_to(self, nodes: int, rows: int = 1, context: float = 0.0) -> Array:
         """Return the seconds [nodes + 1] of verifying 0..`nodes` nodes a row besides the root; they never fall."""
-        seconds = self._verify.seconds(rows, context)[: nodes + 1]
+        # A round asks for several arms, of which each would work the same curve out again.
+        if self._corrected is None or self._corrected[0] != (rows, context):
+            self._corrected = (rows, context), self._correct(rows, context)
+        return self._corrected[1][: nodes + 1]
+
+    def _correct(self, rows: int, context: float) -> Array:
+        seconds = self._verify.seconds(rows, context)
         mine = [cell for cell in sorted(self._cells) if cell[0] == batch_class(rows)]
         if mine:
-            known = self._consistent(mine, self._verify.seconds(rows, context))
-            corrections = np.interp(_SIZES[: nodes + 1], [size for _, size in mine], known)
+            known = self._consistent(mine, seconds)
+            corrections = np.interp(_SIZES, [size for _, size in mine], known)
             seconds = np.maximum.accumulate(seconds * np.exp(corrections))
         return seconds * math.exp(_center(self._pace))
 
@@ -156,6 +163,7 @@ class LatencyTable:
                 self._cells[cell].append(own)
                 self._cells[other].append(others)
             self._rounds += 1
+            self._corrected = None
             self._seen[cell] = self._rounds
             self._pace.append(ratio - self._correction(cell))
 
