@@ -9,20 +9,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _AWAITED = {
-    torch.ops.aten._local_scalar_dense.default: "item",
     torch.ops.aten.nonzero.default: "nonzero",
     torch.ops.aten.equal.default: "equal",
     torch.ops.aten.masked_select.default: "masked_select",
 }
-_METHODS = ("tolist", "numpy", "__array__")
+# Under inference mode these are not dispatched.
+_METHODS = (
+    "item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "tolist", "numpy", "__array__",
+)  # fmt: skip
 
 
 class HostReads(TorchDispatchMode):
     """Counts the reads inside a `with` block, by kind.
 
     Attributes:
-        counts: "item" (also `float()`, `int()`, `bool()`), "tolist", "numpy", "nonzero" (also indexing with booleans),
-            "equal", "copy" (between devices), ...
+        counts: "item", "float", "int", "bool", "tolist", "numpy", "nonzero" (also indexing with booleans), "equal",
+            "copy" (between devices), ...
     """
 
     def __init__(self) -> None:

@@ -101,6 +101,18 @@ def test_a_hook_of_the_users_counts_from_the_next_forward_on():
     assert all(map(torch.equal, forwards(target), before))
 
 
+def test_a_forward_that_is_replaced_counts_from_the_next_one_on():
+    model = model_of()
+    target = Target(model, pack=True)
+    assert target._decoder is not None
+    before = forwards(target)
+    part = model.model.layers[1].mlp
+    part.forward = lambda x: type(part).forward(part, x) * 2
+    replaced = forwards(target)
+    assert not torch.equal(replaced[-2], before[-2])
+    assert all(map(torch.equal, replaced, forwards(Target(model))))
+
+
 def test_changed_weights_are_packed_anew():
     model = model_of()
     target = Target(model, pack=True)

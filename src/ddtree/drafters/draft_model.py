@@ -247,7 +247,7 @@ class _Growth:
 
     def _finished(self, depth: int, scores: Tensor) -> bool:
         """Return whether every row has its budget full of nodes that no child of these prefixes can beat."""
-        most = int(self._budgets.max())
+        most = max(row.budget for row in self._rows)
         found = torch.cat([self._best, self._scores.flatten(1)], dim=1)
         self._best = found.topk(min(most, found.shape[1]), dim=1).values
         padded = torch.nn.functional.pad(self._best, (0, most - self._best.shape[1]), value=float("-inf"))

@@ -49,15 +49,17 @@ class CpuDecoder:
         self._layers = [_DecoderLayer(layer) for layer in layers]
         self._head = _packed(model.lm_head)
         self.packed = PackedWeights([p for layer in self._layers for p in layer.products] + [self._head])
-        self._hooks = [
-            hooks for part in model.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)
-        ]
+        parts = list(model.modules())
+        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._attributes = [vars(part) for part in parts]
 
     def hooked(self, ours: type) -> bool:
-        """Return whether a hook of another type than ours reads or changes what the model's modules compute.
+        """Return whether a hook of another type than ours, or a `forward` of a module's own, counts for the model.
 
-        No hook is called here.
+        Neither is called here.
         """
+        if any("forward" in attributes for attributes in self._attributes):
+            return True
         return any(not isinstance(hook, ours) for hooks in self._hooks if hooks for hook in hooks.values())
 
     def __call__(

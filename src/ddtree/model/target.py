@@ -311,7 +311,7 @@ class Target(HuggingFaceTarget, TargetModel):
         self._decoder = self._packed = None
         if not self.packs or not packed_weights.fits(self.model):
             return
-        with suppress(ValueError):
+        with suppress(ValueError, RuntimeError, AttributeError):
             decoder = CpuDecoder(self.model, self._layers)
             self._packed = decoder.packed
             theirs = self._probe_layers()
