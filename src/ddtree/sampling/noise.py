@@ -139,8 +139,9 @@ class Noise:
             if not missing:
                 made = []
             elif self._compute.type == "cpu":
-                # A block of the work buffers stays in the cache; a GPU wants few launches.
-                made = [torch.cat([_gumbel(part + key) for part in words.split(_BLOCK)]) for key in keys]
+                # Each thread's part of a block stays in its cache; a GPU wants few launches.
+                parts = words.split(_BLOCK * torch.get_num_threads())
+                made = [torch.cat([_gumbel(part + key) for part in parts]) for key in keys]
             else:
                 made = list(_gumbel(words + torch.tensor(keys, device=self._compute)[:, None]))
         self._rows.update(zip(missing, (row.to(self.device) for row in made), strict=True))
