@@ -1,5 +1,7 @@
 """The lean decoder: the bits of the model's own forward, and the model's own forward where it must step aside."""
 
+import copy
+
 import pytest
 import torch
 
@@ -113,13 +115,39 @@ def test_a_forward_that_is_replaced_counts_from_the_next_one_on():
     assert all(map(torch.equal, replaced, forwards(Target(model))))
 
 
-def test_changed_weights_are_packed_anew():
-    model = model_of()
-    target = Target(model, pack=True)
-    forwards(target)
+def _scaled(module):
     with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(2)
-    assert all(map(torch.equal, forwards(target), forwards(Target(model))))
+        next(module.parameters()).mul_(2)
+
+
+def _replaced(model, name):
+    parent, _, own = name.rpartition(".")
+    fresh = copy.deepcopy(model.get_submodule(name))
+    _scaled(fresh)
+    setattr(model.get_submodule(parent), own, fresh)
+
+
+CHANGES = {
+    "weight": lambda model: _scaled(model.model.layers[0].mlp.down_proj),
+    "bias": lambda model: model.model.layers[0].self_attn.o_proj.bias.add_(1),
+    "norm": lambda model: _scaled(model.model.norm),
+    "head": lambda model: _replaced(model, "lm_head"),
+    "embedding": lambda model: _replaced(model, "model.embed_tokens"),
+    "part": lambda model: _replaced(model, "model.layers.1.mlp"),
+    "order": lambda model: model.model.layers.insert(1, model.model.layers.pop(0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changes_after_loading_is_followed(change):
+    model = model_of(attention_bias=True)
+    target = Target(model, pack=True)
+    before = forwards(target)[-2]
+    with torch.no_grad():
+        CHANGES[change](model)
+    changed = forwards(target)[-2]
+    assert not torch.equal(changed, before)
+    assert torch.equal(changed, forwards(Target(model))[-2])
 
 
 def test_two_targets_on_one_model_both_stay_lean(monkeypatch):

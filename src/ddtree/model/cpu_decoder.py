@@ -52,6 +52,12 @@ class CpuDecoder:
         parts = list(model.modules())
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._attributes = [vars(part) for part in parts]
+        self._children = [(part._modules, dict(part._modules)) for part in parts if part._modules]
+
+    @property
+    def current(self) -> bool:
+        """Whether the model still consists of the parts that it had."""
+        return all(now == before for now, before in self._children)
 
     def hooked(self, ours: type) -> bool:
         """Return whether a hook of another type than ours, or a `forward` of a module's own, counts for the model.

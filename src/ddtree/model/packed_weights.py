@@ -98,7 +98,7 @@ class PackedProduct:
 
 
 class _Weights:
-    """The weights of layers as they are now.
+    """The weights and biases of layers as they are now.
 
     Args:
         layers: the layers.
@@ -106,15 +106,17 @@ class _Weights:
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         self._known = [
-            (layer._parameters, layer.weight, layer.weight.data_ptr(), _version(layer.weight))
+            (layer._parameters, name, own, own.data_ptr(), _version(own))
             for layer in layers
+            for name, own in layer._parameters.items()
+            if own is not None
         ]
 
     def unchanged(self) -> bool:
-        """Return whether no weight was replaced or written since."""
+        """Return whether no weight or bias was replaced or written since."""
         return all(
-            parameters["weight"] is weight and weight.data_ptr() == place and _version(weight) == version
-            for parameters, weight, place, version in self._known
+            parameters[name] is own and own.data_ptr() == place and _version(own) == version
+            for parameters, name, own, place, version in self._known
         )
 
 

@@ -284,6 +284,8 @@ class Target(HuggingFaceTarget, TargetModel):
         }
         if self._packed is not None and not self._packed.current:
             self._pack()
+        if self._decoder is not None and not self._decoder.current:
+            self._pack()
         if self._decoder is not None and not self._decoder.hooked(_Capture):
             return self._decoder(cache, tokens, positions, seen, keep, self.feature_layers)
         features = None
