@@ -191,7 +191,8 @@ def test_a_few_tokens_have_the_values_of_the_row_to_within_a_rounding():
     tokens = [0, 4999, 17, 17, 2500]
     for position in (0, 1, 999, 2**31 - 1):
         assert noise.few(position, tokens) == pytest.approx(noise.gumbel(position)[tokens].tolist(), abs=1e-5)
-    assert noise.few(3, []) == []
+        assert noise.few(position, tokens) == noise.gumbel(position)[tokens].tolist()
+    assert noise.few(3, []) == noise.few(4, []) == []
 
 
 def test_coupled_scores_are_renormalised() -> None:
