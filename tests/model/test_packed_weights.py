@@ -58,6 +58,11 @@ def test_a_shape_whose_bits_differ_is_not_packed(monkeypatch):
     assert pack(layer) is None
 
 
+def test_processors_on_which_it_was_not_measured_run_plainly(monkeypatch):
+    monkeypatch.setattr(packed_weights.platform, "machine", lambda: "aarch64")
+    assert pack(linear(64, 120)) is None
+
+
 def test_a_machine_without_the_kernels_runs_plainly(monkeypatch):
     def missing(*_):
         raise RuntimeError("no such kernel")

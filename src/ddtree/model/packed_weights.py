@@ -9,6 +9,7 @@ the plain product, which such cores compute several times as slowly for a few to
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,6 +24,8 @@ from ddtree.model.kv_cache import available_bytes
 
 _log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16)
+_MACHINES = ("x86_64", "amd64")
+"""Where packing was measured: other processors have other kernels, with arithmetic that `computes` does not know."""
 _MOST_ROWS = 256
 """From so many rows on the layout is a small part of a product, and PyTorch's own kernels have other bits."""
 _TRIED_ROWS = (1, 2, 5, 16, 31, 64)
@@ -183,8 +186,8 @@ def packable(layer: nn.Module) -> bool:
 
 
 def suits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether weights are packed there and of that kind: in 16 bits on a CPU."""
-    return device.type == "cpu" and dtype in _DTYPES
+    """Return whether weights are packed there and of that kind: in 16 bits on a CPU of x86."""
+    return device.type == "cpu" and dtype in _DTYPES and platform.machine().lower() in _MACHINES
 
 
 def computes(dtype: torch.dtype) -> bool:
