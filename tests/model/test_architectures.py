@@ -92,3 +92,11 @@ def test_pictures_of_a_wrapper_do_not_bound_its_text():
     model.vision = torch.nn.Module()
     model.vision.position_embeddings = torch.nn.Embedding(5, 32, padding_idx=0)
     assert context_limit(model, None) == LENGTH
+
+
+@pytest.mark.parametrize("value", [[[1]], "2", [3, None]])
+def test_end_tokens_that_are_no_ids_are_refused_by_name(value):
+    model = tiny.model()
+    model.generation_config.eos_token_id = value
+    with pytest.raises(ConfigError, match="is no token id and no list of them"):
+        ddtree.load(model, "none")

@@ -10,11 +10,14 @@ from ddtree.drafters.dflash import DFlash
 from ddtree.drafters.dflash.backbone import Backbone
 from ddtree.engine.engine import Engine
 from ddtree.model import attention, cpu_decoder
-from ddtree.model.packed_weights import computes
+from ddtree.model.packed_weights import computes, suits
 from ddtree.model.target import Target
 from ddtree.tree import DraftTree
 from driving import answered, greedy
 
+pytestmark = pytest.mark.skipif(
+    not suits(torch.device("cpu"), torch.bfloat16), reason="weights are packed on x86 alone"
+)
 native = pytest.mark.skipif(not computes(torch.bfloat16), reason="this core has no bfloat16 arithmetic")
 LEAN = ["llama", "mistral", "qwen2", "qwen3"]
 

@@ -10,8 +10,11 @@ from torch import nn
 
 import tiny
 from ddtree.model import packed_weights
-from ddtree.model.packed_weights import PackedProduct, PackedWeights, pack, pack_own, products_of
+from ddtree.model.packed_weights import PackedProduct, PackedWeights, pack, pack_own, products_of, suits
 
+pytestmark = pytest.mark.skipif(
+    not suits(torch.device("cpu"), torch.bfloat16), reason="weights are packed on x86 alone"
+)
 native = pytest.mark.skipif(
     not packed_weights.computes(torch.bfloat16), reason="this core has no bfloat16 arithmetic"
 )

@@ -122,12 +122,21 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the token ids that end a text: the generation config's, the config's and the tokenizer's."""
+    """Return the token ids that end a text: the generation config's, the config's and the tokenizer's.
+
+    Raises:
+        ConfigError: one of them names something else.
+    """
     found: set[int] = set()
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
         if value is not None:
-            found |= {value} if isinstance(value, int) else set(value)
+            ids = value if isinstance(value, list | tuple | set) else [value]
+            if not all(isinstance(one, int) for one in ids):
+                raise ConfigError(
+                    f"eos_token_id={value!r} is no token id and no list of them: correct the config"
+                )
+            found.update(ids)
     return frozenset(found)
 
 
