@@ -41,6 +41,7 @@ class TargetWeights(Protocol):
         embed: the input embedding, weight [V, H].
         head: the language-model head, weight [V, H].
         packs: it runs on packed copies of its weights, as what drafts for it then does.
+        compiles: it runs through `torch.compile`.
     """
 
     config: Any
@@ -55,6 +56,7 @@ class TargetWeights(Protocol):
     embed: nn.Module
     head: nn.Module
     packs: bool
+    compiles: bool
 
 
 class TargetModel(TargetWeights, Protocol):

@@ -61,7 +61,7 @@ class EngineTarget(TargetWeights):
         ids_alone = model_config.skip_tokenizer_init
         self.tokenizer = None if ids_alone else cached_tokenizer_from_config(model_config)
         generation = SimpleNamespace(**model_config.try_get_generation_config())
-        self.packs = False
+        self.packs = self.compiles = False
         self.eos_ids = eos_ids(
             SimpleNamespace(config=self.config, generation_config=generation), self.tokenizer
         )
